@@ -1,16 +1,16 @@
-"""Compare the wall time of asynchronous training with that of the synchronous loop, and what the policies learn: the
-demo's task on two CPU cores. All processes of the engine are kept on one core and the trainer on the other one, and the
-sizes of a round make generation and training take about equally long.
+"""Compare the wall time of asynchronous training with that of the synchronous loop, and the accuracy that the policies
+reach: the demo's task on two CPU cores. All processes of the engine are kept on one core and the trainer on the other
+one, and the sizes of a round make generation and training take about equally long.
 
     python benchmarks/async_modes.py DIRECTORY [--seeds 0 1 2] [--rounds 24] [--modes synchronous ahead streaming]
         [-- further train options]
 
-For each seed, `penstock sft` makes the start policy, and every mode trains it. Wall time: from the start of the first
+For each seed, `penstock sft` makes the initial policy, and every mode trains it. Wall time: from the start of the first
 rollout to the commit of the last step; evaluations are before and after it. Steady time: from the commit of the second
 step, because kernels are compiled in the first two. Prints JSON: per mode the ratios to the synchronous times, held-out
 accuracy and the staleness of the trained tokens, and the seconds of generation and training of a synchronous round. The
-floor of the ratio is max(generation, training) / (generation + training). Finished runs are not repeated by the same
-command. The wall time of a run that was interrupted has no meaning: remove it with `penstock rm`.
+floor (lowest possible value) of the ratio is max(generation, training) / (generation + training). Finished runs are not
+repeated by the same command. The wall time of a run that was interrupted has no meaning: remove it with `penstock rm`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ MODES = {
     "ahead": ["--async-buffer-size", "1"],
     "streaming": ["--async-mode", "streaming", "--max-staleness", "2"],
 }
-LIMITS = {"synchronous": 0, "ahead": 1, "streaming": 2}  # policy versions
-GOALS = {"ahead": 0.62, "streaming": 0.58}  # of the synchronous wall time
+LIMITS = {"synchronous": 0, "ahead": 1, "streaming": 2}  # maximum staleness, in policy versions
+GOALS = {"ahead": 0.62, "streaming": 0.58}  # ratio to the synchronous wall time
 LAYERS = 8  # of the model: with more layers than the demo, generation and training take about equal time
 SIZES = ["--rollout-batch-size", "128", "--global-batch-size", "1024", "--trainer-threads", "1"]
 
 
 CORES = {"sglang/launch.py": 0, "sglang::": 0, "ray::SGLangServer": 0, "ray::TrainActor": 1}
-"""Words in the command of a process, and its core."""
+"""Part of the command line of a process -> its CPU core."""
 
 
 def main() -> int:

@@ -45,7 +45,7 @@ from run import read_publish_seconds, round_seconds
 
 Process = Generator[simpy.Event, Any, None]
 Group = list[int]  # response length of each sample, in tokens
-ROUND_OFF = 1e-6  # tokens: less is an error of floating-point sums
+ROUND_OFF = 1e-6  # tokens; smaller amounts are rounding errors of floating-point sums
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Workload:
     request_seconds: float  # of a decoding step, for each running request
     train_seconds: float  # of a round, apart from the part that grows with its tokens
     train_seconds_per_token: float
-    publish_seconds: float  # of a weight update, during which the engines stand still
+    publish_seconds: float  # of a weight update, during which the engines do not decode
     commit_rollout_seconds: float = 0.0  # of a round between its generation and the start of its training
     commit_step_seconds: float = 0.0  # of a round after its training
-    grade_seconds: float = 0.0  # of a group after its generation: at most, uniformly distributed
-    warm_up_seconds: Sequence[float] = ()  # of the training of the first rounds, in addition: kernels are compiled
+    grade_seconds: float = 0.0  # maximum for a group after its generation; the time is uniformly distributed
+    warm_up_seconds: Sequence[float] = ()  # additional training time of the first rounds, in which kernels are compiled
 
     def train_time(self, number: int, groups: Sequence[Group]) -> float:
         """Return the seconds of training round `number` on some groups."""
@@ -87,7 +87,7 @@ SYNCHRONOUS = Mode("synchronous")
 
 @dataclass
 class Outcome:
-    """What a simulated run took and did."""
+    """The results of a simulated run."""
 
     seconds: float = 0.0
     generated_tokens: float = 0.0
@@ -122,8 +122,8 @@ class Engine:
         self.env, self.workload = env, workload
         self.load = 0  # samples of unfinished groups, by which a group chooses its engine
         self.busy_seconds = self.generated_tokens = 0.0
-        self._progress = 0.0  # tokens by which a request would have advanced that runs since the start
-        self._running: list[tuple[float, int, simpy.Event]] = []  # heap of (progress at its end, tie, end)
+        self._progress = 0.0  # tokens of a request that has been running since the start
+        self._running: list[tuple[float, int, simpy.Event]] = []  # heap of (progress at its end, tie breaker, end)
         self._ties = itertools.count()
         self._updates = [(0, 0.0)]  # policy version, progress when it was loaded
         self._changed_at = 0.0
@@ -131,7 +131,7 @@ class Engine:
         self._timer = 0
 
     def submit(self, length: int) -> simpy.Event:
-        """Start a request of `length` tokens. Returns the event of its end, with the progress at its end as value."""
+        """Start a request of `length` tokens. Return the event of its end, whose value is the progress at that time."""
         self._advance()
         end = self.env.event()
         heapq.heappush(self._running, (self._progress + length, next(self._ties), end))
@@ -139,7 +139,7 @@ class Engine:
         return end
 
     def pause(self) -> None:
-        """Stand still until `load_weights` is called."""
+        """Stop decoding until `load_weights` is called."""
         self._advance()
         self._is_paused = True
         self._set_timer()
@@ -213,7 +213,8 @@ class Run:
         self.env = simpy.Environment()
         self.engines = [Engine(self.env, workload) for _ in range(workload.num_engines)]
         num_samples = workload.concurrency * workload.num_engines
-        self.slots = simpy.Resource(self.env, max(1, num_samples // len(workload.rounds[0][0])))  # of groups
+        # places for groups in flight
+        self.slots = simpy.Resource(self.env, max(1, num_samples // len(workload.rounds[0][0])))
         self.changed = self.env.event()  # triggered, and replaced, by `notify`
         self.batches: simpy.Store = simpy.Store(self.env)
         self.num_trained = self.sent = self.num_taken = 0
@@ -238,7 +239,7 @@ class Run:
         outcome.engines_idle = 1 - statistics.fmean(engine.busy_seconds for engine in self.engines) / total
         return outcome
 
-    # ---- the trainer ---------------------------------------------------------------------------------------------
+    # ---- the trainer -------------------------------------------------------------------------------------------------
 
     def train(self) -> Process:
         """Train every round, and, in a stream, send the weights after it."""
@@ -273,7 +274,7 @@ class Run:
                 outcome.masked.append(flight.number)
 
     def send_weights(self) -> Process:
-        """Load the trainer's policy into the engines, which stand still meanwhile."""
+        """Load the trainer's policy into the engines, which do not decode during the update."""
         self.is_sending, version = True, self.num_trained
         for engine in self.engines:
             engine.pause()
@@ -283,10 +284,11 @@ class Run:
         self.sent, self.is_sending = version, False
         self.notify()
 
-    # ---- rounds of their own: synchronous, colocated, ahead ------------------------------------------------------
+    # ---- whole rounds: synchronous, colocated, ahead -----------------------------------------------------------------
 
     def version_for(self, rollout: int | None) -> int | None:
-        """Return the policy version with which a rollout may start now; None if it must wait (`Turns`)."""
+        """Return the policy version with which a rollout may start now; None if it must wait (as in
+        `PolicySchedule`)."""
         newest, sent, mode = self.num_trained, self.sent, self.mode
         if mode.max_staleness is not None or rollout is None or rollout - newest > mode.max_ahead:
             return None
@@ -313,7 +315,7 @@ class Run:
             taken, self.finished = self.finished, []
             yield self.batches.put(taken)
 
-    # ---- a stream (`RolloutStream`) ------------------------------------------------------------------------------
+    # ---- a stream (`RolloutStream`) ----------------------------------------------------------------------------------
 
     def start_groups(self, limit: int) -> Process:
         """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
@@ -338,7 +340,7 @@ class Run:
             yield self.batches.put(taken)
 
     def repeat_stale_groups(self, oldest: int) -> None:
-        """Generate those finished groups once more that have no token of policy version `oldest` or newer."""
+        """Generate again the finished groups that have no token of policy version `oldest` or newer."""
         for flight in list(self.finished):
             if max(flight.tokens) < oldest and not flight.is_repeated:
                 self.finished.remove(flight)
@@ -347,8 +349,8 @@ class Run:
                 self.start(Flight(flight.number, flight.group, self.sent, is_repeated=True))
 
     def must_await_repeated_groups(self, oldest: int) -> bool:
-        """Return whether too few of the groups that are generated once more are finished: those left would be more than
-        later rounds can take before they get too old."""
+        """Return whether too few of the repeated groups are finished: there would be more unfinished ones than later
+        rounds can take before they get too old."""
         running = [flight.version for flight in self.running if flight.is_repeated]
         finished = [flight.version for flight in self.finished if flight.is_repeated]
         for version in {*running, *finished}:
@@ -358,10 +360,10 @@ class Run:
                 return True
         return False
 
-    # ---- both ----------------------------------------------------------------------------------------------------
+    # ---- both --------------------------------------------------------------------------------------------------------
 
     def start(self, flight: Flight) -> simpy.Process:
-        """Start a group, or queue it if too many are in flight. Returns the event of its end."""
+        """Start a group, or queue it if too many are in flight. Return the event of its end."""
         self.running.add(flight)
         return self.env.process(self.generate(flight))
 
@@ -476,7 +478,7 @@ def print_table() -> None:
 # ---- the fit: predict real runs --------------------------------------------------------------------------------------
 
 NUM_WARM_UP = 2  # rounds in which kernels are compiled
-MIN_SPREAD = 0.05  # of the mean, by which the points of a fitted line must differ
+MIN_SPREAD = 0.05  # fraction of the mean by which x values must differ, so that a line is fitted
 
 
 def measure(store: Store, keys: RunKeys) -> Workload:
@@ -517,7 +519,8 @@ def measure(store: Store, keys: RunKeys) -> Workload:
 
 
 def decoding_steps(rounds: list[list[Group]], num_engines: int, concurrency: int) -> list[float]:
-    """Return the number of decoding steps of each round of a synchronous run: its seconds if a step takes one."""
+    """Return the number of decoding steps of each round of a synchronous run: its duration if a step takes one
+    second."""
     ends = simulate(Workload(rounds, num_engines, concurrency, 1.0, 0.0, 0.0, 0.0, 0.0), SYNCHRONOUS).ends
     return [end - start for start, end in zip([0.0, *ends], ends)]
 
@@ -555,7 +558,7 @@ def mode_of(store: Store, keys: RunKeys) -> Mode:
 
 def print_fit(uri: str, runs: Sequence[str]) -> None:
     """Print the measured and the predicted seconds of some runs: from the start of the first rollout, and from the end
-    of the second round, to the commit of the last step. Nothing that a predicted run measured is used."""
+    of the second round, to the commit of the last step. The prediction uses no times of the predicted run."""
     store = Store(uri)
     assert replace(mode_of(store, RunKeys(runs[0])), name="") == Mode(""), f"{runs[0]} is not a synchronous run"
     workload = measure(store, RunKeys(runs[0]))

@@ -25,7 +25,7 @@ MODELS = [*QWEN3, "llama-8b", "moe", "30b-a3b"]
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Write the bf16 model `name` to `directory`/`name`, if it is not there, and return this path: a shape of Qwen3,
+    """Write the bf16 model `name` to `directory`/`name`, if it does not exist, and return this path: a shape of Qwen3,
     "llama-8b" (Llama-3.1-8B), "30b-a3b" (Qwen3-30B-A3B), or "moe", the latter cut to two layers. It is made on a GPU if
     there is one, in a process of its own, which then frees the GPU's memory, and is renamed from `name`.unfinished, so
     that an interrupted write is not taken for a model.

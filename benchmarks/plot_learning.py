@@ -36,7 +36,7 @@ class Panel:
     """Axes of one curve in a picture. Both start at 0.
 
     Args:
-        picture: where they are drawn.
+        picture: the picture in which the axes are drawn.
         left, top, width, height: the area between the axes.
         limits: last round, and largest value.
     """

@@ -1,5 +1,5 @@
-"""Measure the seconds of a weight update on two GPUs, from the call to the last acknowledgement, beside raw copies of
-the same bytes.
+"""Measure the seconds of a weight update on two GPUs, from the call to the last acknowledgement, and compare them with
+raw copies of the same bytes.
 
     python benchmarks/publish.py DIRECTORY [--model 4b] [-- OPTIONS]
 

@@ -3,7 +3,7 @@
     python benchmarks/record_terminal.py demo.cast demo.svg -- penstock demo --fresh
     python benchmarks/record_terminal.py demo.cast demo.svg                    # again from the asciicast
 
-The terminal emulator knows the control codes that Penstock writes, and no others.
+The terminal emulator supports only the control codes that Penstock writes.
 """
 
 from __future__ import annotations

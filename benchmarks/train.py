@@ -366,7 +366,7 @@ def forward_step(microbatches: Iterator[tuple[Any, ...]], model: Any) -> tuple[A
 
 
 def sum_losses(counted: Any, losses: Any) -> tuple[Any, ...]:
-    """Return the sum of the losses of counted tokens, their number, and both for the report. Megatron divides the
+    """Return the sum of the losses of counted tokens, their number, and both again for the report. Megatron divides the
     gradients of a step by the number of tokens of the step (`calculate_per_token_loss`)."""
     loss, number = (losses * counted).sum(), counted.sum().int()
     return loss, number, (loss.detach(), number)

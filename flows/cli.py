@@ -65,8 +65,9 @@ USAGE = f"""usage: penstock COMMAND [options]
 `penstock COMMAND --help` explains a command, `penstock train --help-all` lists every option. `--config FILE.toml` reads
 them from a file; --verbose shows Prefect's log lines, and the traceback of an error."""
 
-_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # one of them is missing: a bug
-USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}  # errors without a file's name
+_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # a missing one is a bug of Penstock
+# user errors, even without a file name
+USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         stop_signals.install()
         stop_signals.start_watchdog()
-        if logging.lastResort is not None:  # prints what is logged while nothing else shows it
+        if logging.lastResort is not None:  # prints log records while there is no other handler
             logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -177,7 +178,7 @@ COMMANDS: dict[str, Command] = {
     "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }
-_TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # modules of commands that also take them
+_TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # commands that take the options of a run
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 

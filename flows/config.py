@@ -40,7 +40,7 @@ MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe 
 
 
 class Flow(StrEnum):
-    """A flow, flows/<value>.py, by what it does."""
+    """The flows. The value is the name of the flow's module in flows/."""
 
     POST_TRAIN = "post_train"
     SFT = "sft"
@@ -103,7 +103,7 @@ class PostTrainConfig(StageConfig):
 
     @property
     def engine_facts(self) -> EngineFacts:
-        """Return what the engine's own flags say about it."""
+        """Return the properties of the engine that its own flags determine."""
         return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
 
     @property
@@ -160,8 +160,8 @@ class PostTrainConfig(StageConfig):
         yield (
             run.offloads_engines and run.update_weights_interval > 1,
             f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
-            "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
-            "or omit these options",
+            "rounds, but with --colocate or --offload-rollout the engines release their weights after each round: give "
+            "an interval of 1, or omit these options",
         )
         yield (
             self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines,
@@ -170,11 +170,12 @@ class PostTrainConfig(StageConfig):
         )
         yield (
             self.eval.eval_mode == "apart" and not self.eval.data_sets,
-            "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it",
+            "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit --eval-mode",
         )
         yield (
             self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1,
-            "--eval-num-engines has no effect without --eval-mode apart: add this, or omit it",
+            "--eval-num-engines has no effect without --eval-mode apart: add --eval-mode apart, or omit "
+            "--eval-num-engines",
         )
 
     def _streaming_rules(self) -> Iterator[tuple[object, str]]:
@@ -184,7 +185,9 @@ class PostTrainConfig(StageConfig):
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
                 yield (
                     getattr(run, name) != RunConfig.model_fields[name].default,
-                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add this, or omit it",
+                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add --async-mode "
+                    f"streaming, or "
+                    f"omit {flag_of_field(name)}",
                 )
             return
         unused: dict[str, Any] = {
@@ -215,7 +218,8 @@ class PostTrainConfig(StageConfig):
         rollout, train = self.rollout, self.train
         yield (
             rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
-            "--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address",
+            "--opd-teacher-url has no effect without --opd-type sglang: add --opd-type sglang, or omit "
+            "--opd-teacher-url",
         )
         yield (
             train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None),
@@ -236,16 +240,16 @@ class PostTrainConfig(StageConfig):
 
 
 class Plan(PostTrainConfig):
-    """A config in which nothing is left open. Its further fields are not part of a dump."""
+    """A config in which every option has its final value. The additional fields are not part of a dump."""
 
     flow: Flow = Field(exclude=True)
     given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
     parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
-    notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way
+    notes: tuple[str, ...] = Field(exclude=True)  # messages about unusual decisions, to be printed
 
 
 def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[StageConfig]]:
-    """Return the sections of a config, each before those in it: dotted path -> config."""
+    """Return the sections of a config, each before its subsections: dotted path -> config."""
     sections: dict[str, type[StageConfig]] = {}
     for name, field in model.model_fields.items():
         if inner := section_model(field):
@@ -279,7 +283,7 @@ def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
 
 
 def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
-    """Return the config with other values of options of a section; unchanged if the section is absent. Options whose
+    """Return the config with `values` set in a section; unchanged if the section is absent. Options whose
     value does not change are not added to `model_fields_set`."""
     if not section:
         return config.model_copy(update={name: new for name, new in values.items() if new != getattr(config, name)})
@@ -324,7 +328,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         changes["params_dtype"] = "bf16"
     is_policy_loss = train.loss_type == "policy_loss" and not train.use_rollout_logprobs
     if run.staleness_limit and is_policy_loss and "use_tis" not in train.model_fields_set:
-        changes["use_tis"] = True  # tokens may be older than the policy that they train
+        changes["use_tis"] = True  # tokens may be older than the policy that is trained on them
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     batch, steps = train.global_batch_size, train.num_steps_per_rollout
     if batch is None:
@@ -339,7 +343,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         )
     train.check_batch(batch)
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
-    if run.num_rollout or not run.num_epoch:  # the rounds of epochs are not counted yet
+    if run.num_rollout or not run.num_epoch:  # --num-epoch was not converted to a number of rounds yet
         changes |= train.lr_schedule(run.num_rollout * steps)
     train = train.model_copy(update=changes)
     return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
@@ -370,8 +374,8 @@ def validate_config(values: dict[str, Any]) -> PostTrainConfig:
 
 
 def with_sft_loss(values: Any) -> Any:
-    """Return the values of a config (section -> option -> value) with the loss of the flow `sft`, unless they have one;
-    a config that is validated already unchanged."""
+    """Return the values of a config (section -> option -> value) with the loss of the flow `sft`, unless they have one.
+    A config that is already validated is returned unchanged."""
     train = values.get("train", {}) if isinstance(values, dict) else None
     return values | {"train": {"loss_type": "sft_loss"} | train} if isinstance(train, dict) else values
 

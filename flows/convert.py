@@ -118,9 +118,9 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
         ),
         (
             options.megatron_iteration and not (exports and names),
-            "--megatron-iteration needs --load RUN and --megatron-names: add them, or leave it out",
+            "--megatron-iteration needs --load RUN and --megatron-names: add both, or leave out --megatron-iteration",
         ),
-        (not exports and for_export, f"{for_export} needs --load CHECKPOINT: add it, or leave out the flag"),
+        (not exports and for_export, f"{for_export} needs --load CHECKPOINT: add --load, or leave out {for_export}"),
         (
             exports and options.convert_verify,
             "--verify needs --hf-checkpoint: a trained checkpoint has no original to compare with",

@@ -1,4 +1,5 @@
-"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, and gates for tests."""
+"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, and gates (conditions that fail a
+run) for tests."""
 
 from __future__ import annotations
 
@@ -27,15 +28,16 @@ class DebugConfig(DiagnosticsConfig):
     """All options for finding faults; those of the trainer are inherited from `DiagnosticsConfig`."""
 
     save_debug_rollout_data: str | None = option(None, mutability="placement", min_length=1)
-    """Write the samples of each round, after its commit, to this path, which contains {rollout_id}. Evaluations are
-    written with eval_<policy version>_<data set> in its place."""
+    """Write the samples of each round, after its commit, to this path, which contains {rollout_id}. For evaluations,
+    {rollout_id} is replaced by eval_<policy version>_<data set>."""
 
     load_debug_rollout_data: str | None = option(None, mutability="schedule", min_length=1)
-    """Train on the samples of files that --save-debug-rollout-data has written, instead of generating; {rollout_id} is
-    the round. Implies --debug-train-only."""
+    """Instead of generating, train on the samples in the files at this path, which --save-debug-rollout-data has
+    written; {rollout_id} is the round. Implies --debug-train-only."""
 
     load_debug_rollout_data_subsample: float | None = option(None, mutability="schedule", gt=0, le=1)
-    """With --load-debug-rollout-data: fraction of each file's groups that is used, the first and the last ones."""
+    """With --load-debug-rollout-data: fraction of each file's groups to use; they are taken from the start and the end
+    of the file."""
 
     dump_details: str | None = option(None, mutability="placement", min_length=1)
     """Local directory for both dumps: sets --save-debug-rollout-data and --save-debug-train-data if they are not
@@ -101,13 +103,13 @@ class DebugConfig(DiagnosticsConfig):
                 is_given = getattr(self, name) != type(self).model_fields[name].default
                 yield (
                     is_given and not getattr(self, switch),
-                    f"{_flag(name)} has no effect without {_flag(switch)}: add this, or omit it",
+                    f"{_flag(name)} has no effect without {_flag(switch)}: add {_flag(switch)}, or omit {_flag(name)}",
                 )
         targets = ", ".join(self.profile_target)
         yield (
             len(self.profile_target) > 1 and "train_overall" in self.profile_target,
-            f"--profile-target {targets}: train_overall contains the others, and one profiler can run at a time; give "
-            "train_overall alone, or omit it",
+            f"--profile-target {targets}: train_overall contains the others, and one profiler can run at a time: give "
+            "train_overall alone, or leave it out",
         )
         yield (
             self.profile_step_end <= self.profile_step_start,

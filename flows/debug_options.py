@@ -38,7 +38,7 @@ def check_debug_options(flow: Flow, config: PostTrainConfig) -> None:
     if run.debug_rollout_only:
         external = config.rollout.rollout_external_engine_addrs
         conflicts |= {
-            "--rollout-external-engine-addrs": (bool(external), "only a trainer sends the start weights to them"),
+            "--rollout-external-engine-addrs": (bool(external), "only a trainer sends the initial weights to them"),
             "--async-mode streaming": (run.streams, "it generates as fast as the trainer trains"),
             "--num-rollout-per-start": (bool(run.num_rollout_per_start), "it counts trained rounds"),
         }
@@ -83,7 +83,8 @@ def check_diagnostics(flow: Flow, config: PostTrainConfig) -> None:
     norms = debug.ci_save_grad_norm or debug.ci_load_grad_norm
     if norms and config.train.uses_critic and "{role}" not in norms:
         raise OptionError(
-            f"the path of gradient norms {norms} has no {{role}}, but actor and critic have one each: add it"
+            f"the path of gradient norms {norms} has no {{role}}, but actor and critic write one file each: add "
+            f"{{role}}"
         )
     if debug.use_pytorch_profiler and run.num_rollout and debug.profile_step_start >= run.num_rollout:
         raise OptionError(
@@ -104,8 +105,9 @@ def check_diagnostics(flow: Flow, config: PostTrainConfig) -> None:
 
 
 def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
-    """Check the run's commits: --debug-train-only needs rollouts, --debug-rollout-only needs that no round is trained,
-    and a run without these options needs that no untrained rollout of --debug-rollout-only is left. Raises RunError."""
+    """Check the run's commits: --debug-train-only needs rollouts, --debug-rollout-only needs a run without trained
+    rounds, and a run with neither option must not contain untrained rollouts of --debug-rollout-only. Raises
+    RunError."""
     run, keys = config.run, RunKeys(config.run.run)
     removed = is_removed(store, keys)
     rollouts = [] if removed else store.committed_indices(f"{keys.prefix}/rollouts")
@@ -117,7 +119,7 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
         )
     if run.debug_rollout_only and trained:
         raise RunError(
-            f"--debug-rollout-only generates with the start weights, but run {run.run!r} has trained {len(trained)} "
+            f"--debug-rollout-only generates with the initial weights, but run {run.run!r} has trained {len(trained)} "
             "rounds: give another --run, or --no-debug-rollout-only"
         )
     untrained = [index for index in rollouts if index not in trained]

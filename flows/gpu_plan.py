@@ -235,7 +235,7 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
         parts.append(f"engine {format_gib(plan.engine.static_bytes)}")
     return [
         f"a training step may need {format_gib(plan.peak_bytes)} GiB per GPU ({', '.join(parts)}), but a GPU has "
-        f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu"
+        f"{format_gib(plan.gpu_bytes)} GiB; if the step runs out of memory, lower --max-tokens-per-gpu"
         f"{f' or {plan.engine.share_flag}' if plan.engine else ''}, "
         "or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ]

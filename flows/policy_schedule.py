@@ -1,4 +1,5 @@
-"""Who uses the policy, and when: the one place that decides it. docs/design/0027-who-uses-the-policy.md has a picture.
+"""Decide the order in which training, weight updates, rollouts and evaluations use the policy. A picture is in
+docs/design/0027-who-uses-the-policy.md.
 
 Four actions use the policy: a round is trained, a version is sent to engines (published), a rollout is generated, a
 version is evaluated. Two bounds order them, both in rounds:
@@ -9,8 +10,8 @@ version is evaluated. Two bounds order them, both in rounds:
 Synchronous runs have lead 0. --async-buffer-size K and --update-weights-interval N mean lead K and bound K + N - 1.
 --async-mode streaming means lead and bound --max-staleness, and weight updates while groups are in flight.
 
-`PolicySchedule` has the rules and no threads: `may_...` and `version_for` are the rules, the other methods record what
-happens. `PolicyTurns` lets threads wait until a rule allows what they want to do.
+`PolicySchedule` has the state and the rules, without threads: the methods `may_...` and `version_for` are the rules,
+and the others change the state. `PolicyTurns` lets a thread wait until a rule allows its action.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from typing import Literal
 from penstock.storage.preemption import Preempted
 
 
-@dataclass(eq=False)  # two pools in the same state are still two
+@dataclass(eq=False)  # pools are compared by identity, not by state
 class EngineUse:
-    """Who uses a pool of engines. One block opens the pool at a policy version; others join it."""
+    """The use of a pool of engines. The first user opens the pool at a policy version; others with the same version
+    join. All leave before another version is opened."""
 
-    version: int | None = None  # that the pool is opened at
+    version: int | None = None  # at which the pool is open
     serves: bool = False  # whether the engines have this version
     streams: bool = False  # whether the version may change while the pool is used
     num_users: int = 0
@@ -36,13 +38,14 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class PolicyLimits:
-    """What the options of a run say about the use of its policy."""
+    """The limits of the rules, from the options of a run; the module's docstring defines `lead` and `bound`, in
+    rounds."""
 
     lead: int = 0
     bound: int = 0
-    interval: int = 1  # new weights are due at versions that are multiples of this; the newest version is sent
+    interval: int = 1  # rounds between weight updates: one is due at each multiple, and sends the newest version
     streams: bool = False
-    evaluates_apart: bool = False  # on engines that generate no rollouts
+    evaluates_apart: bool = False  # evaluations have their own engines
 
 
 @dataclass
@@ -54,29 +57,31 @@ class PolicySchedule:
     in_engines: int | None = None  # policy version of the engines that generate; None: unknown, or not sent yet
     is_training: bool = False
     num_sending: int = 0
-    is_reserved: bool = False  # weights will be sent next: no round begins before
-    next_rollout: int | None = None  # what the generating thread does next, announced before it asks
+    is_reserved: bool = False  # weights are sent next, and the next round waits for that
+    next_rollout: int | None = None  # round that the generating thread will generate next, set before it waits
     requested: int | None = None  # version that the generating thread evaluates before its next rollout
-    evaluated: int | None = None  # version that is evaluated beside training
+    evaluated: int | None = None  # version that is being evaluated while training continues
     rollouts: EngineUse = field(default_factory=EngineUse)
     evaluations: EngineUse = field(default_factory=EngineUse)  # with `evaluates_apart`
 
     # ---- the rules ---------------------------------------------------------------------------------------------------
 
     def may_train(self) -> bool:
-        """A round is trained when no weights are sent, and none are due to whoever waits for them: they would be gone
-        afterwards. A stream gets its weights from the trainer's thread."""
+        """Return whether the next round may be trained: no weights are being sent, and no rollout or evaluation waits
+        for the current weights, which training would replace. A stream does not wait, because the trainer's thread
+        sends its weights."""
         next_needs_weights = self.version_for(self.next_rollout) not in (None, self.in_engines)
         waits = self.is_reserved or self.requested is not None or (next_needs_weights and not self.limits.streams)
         return not (self.is_training or self.num_sending or waits)
 
     def may_send(self) -> bool:
-        """Weights are sent between two rounds, one send at a time."""
+        """Return whether weights may be sent: only between two rounds, and one send at a time."""
         return not self.is_training and not self.num_sending
 
     def version_for(self, rollout_id: int | None) -> int | None:
-        """The version with which a rollout may start now; None if it must wait. It waits for newer weights that are due
-        but cannot be sent yet only if the bound forbids those that the engines have."""
+        """Return the version with which a rollout may start now; None if it must wait. If newer weights are due but
+        cannot be sent yet, the rollout uses the version in the engines as long as the bound permits, and waits
+        otherwise."""
         newest, sent = self.trained, self.in_engines
         if rollout_id is None or rollout_id - newest > self.limits.lead:
             return None
@@ -87,8 +92,9 @@ class PolicySchedule:
         return sent if sent is not None and rollout_id - sent <= self.limits.bound else None
 
     def may_update_in_flight(self, *, may_skip: bool = True) -> Literal["send", "skip", "wait"]:
-        """Engines that generate get the newest weights, unless an evaluation needs those that they have. Then the
-        update is skipped if the bound also holds until the next one."""
+        """Return what to do about new weights for engines that generate. They get the newest weights, unless an
+        evaluation needs their current version: then the update waits, or is skipped if the bound holds until the next
+        update."""
         if self.evaluated is not None and not self.limits.evaluates_apart:
             sent = self.in_engines
             is_early = sent is not None and self.trained + self.limits.interval - sent <= self.limits.bound
@@ -96,8 +102,9 @@ class PolicySchedule:
         return "send" if self.rollouts.serves and self.in_engines != self.trained else "skip"
 
     def may_use(self, pool: EngineUse, version: int | None) -> Literal["open", "join", "wait", "never"]:
-        """The users of a pool share its version. Only a stream (`version` None) gets newer versions meanwhile; it opens
-        the pool between two rounds, does not end before the last rollout, and never returns to an older version."""
+        """Return how a user may use a pool at a version. All users of a pool share its version. Only in a stream
+        (`version` None) do the engines get newer versions while it uses the pool; a stream opens the pool between two
+        rounds, lasts until the last rollout, and never returns to an older version ("never")."""
         if pool.num_users == 0:
             return "wait" if version is None and self.is_training else "open"
         if version is None or not (pool.serves or pool.streams):
@@ -106,23 +113,26 @@ class PolicySchedule:
             return "never" if pool.streams else "wait"
         return "join" if pool.serves else "wait"
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- changes of state --------------------------------------------------------------------------------------------
 
     def begin_rollout(self, rollout_id: int) -> int:
-        """Return the version that generates a rollout. If the engines lack it, no round begins before they have it."""
+        """Return the version that generates a rollout. If the engines do not have it yet, no round begins before they
+        do."""
         version = self.version_for(rollout_id)
         assert version is not None, "the rollout must wait"
         self.next_rollout, self.is_reserved = None, version != self.in_engines
         return version
 
     def take_request(self) -> int | None:
-        """Return the version whose evaluation is requested, if any. No round begins before the engines have it."""
+        """Return the version whose evaluation is requested, if any, and clear the request. No round begins before the
+        engines have this version."""
         version, self.requested = self.requested, None
         self.is_reserved = version is not None
         return version
 
     def open_pool(self, pool: EngineUse, version: int | None) -> int:
-        """Record that a pool is being opened at a version, and return it. None: by a stream, at the newest version."""
+        """Record that a pool is being opened at a version, and return the version. None means a stream, which opens the
+        pool at the newest version."""
         pool.streams = version is None
         if version is None:
             version, self.is_reserved = self.trained, True
@@ -138,17 +148,17 @@ class PolicySchedule:
 
 
 class PolicyTurns:
-    """Lets threads wait until the rules of a `PolicySchedule` allow what they want to do. All methods are thread-safe.
-    Without a second thread no call waits."""
+    """Lets threads wait until the rules of a `PolicySchedule` allow their actions. All methods are thread-safe. With a
+    single thread, no call waits."""
 
     def __init__(self, schedule: PolicySchedule) -> None:
         self.schedule = schedule
-        self.closed = False  # waiting has ended: of the trainer's side by returning, of the engines' side by Preempted
+        self.closed = False  # after `close`: the trainer's methods return at once, those of the engines raise Preempted
         self._changed = threading.Condition(threading.RLock())
 
     @contextmanager
     def change(self) -> Iterator[PolicySchedule]:
-        """Change the schedule in the block."""
+        """Yield the schedule, to be changed in the block; then wake the threads that wait for a rule."""
         with self._changed:
             yield self.schedule
             self._changed.notify_all()
@@ -159,7 +169,7 @@ class PolicyTurns:
             self.closed = True
 
     def wait_until(self, reached: Callable[[PolicySchedule], bool], timeout: float | None = None) -> None:
-        """Wait until the schedule is in a state, at most `timeout` seconds."""
+        """Wait until `reached(schedule)` is true, at most `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: reached(self.schedule), timeout)
 
@@ -169,7 +179,7 @@ class PolicyTurns:
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self.schedule.may_train())
             self.schedule.is_training = True
-        num_trained = 0  # stays so after a failure: `end_training` keeps the earlier number
+        num_trained = 0  # after a failure it is still 0, so `trained` does not change
         try:
             yield
             num_trained = rollout_id + 1
@@ -217,12 +227,15 @@ class PolicyTurns:
     @contextmanager
     def using(self, pool: EngineUse, version: int | None) -> Iterator[int | None]:
         """Use a pool of engines at a version in the block; None: as a stream. Yields the version if the caller opens
-        the pool, and None if it joins another user. Raises RuntimeError if a stream has another version."""
+        the pool, and None if it joins another user. Raises RuntimeError if a stream uses the pool at another
+        version."""
         with self._changed:
             self._changed.wait_for(lambda: self.schedule.may_use(pool, version) != "wait")
             may = self.schedule.may_use(pool, version)
             if may == "never":
-                raise RuntimeError(f"the engines have got the weights of version {pool.version} meanwhile")
+                raise RuntimeError(
+                    f"version {version} is no longer in the engines: a stream has loaded version {pool.version}"
+                )
             if may == "join":
                 pool.num_users += 1
             opened = self.schedule.open_pool(pool, version) if may == "open" else None
@@ -232,7 +245,8 @@ class PolicyTurns:
             with self.change() as schedule:
                 if opened is not None:
                     pool.serves = False  # from now on no user can join
-                    schedule.is_reserved &= version is not None  # set by a stream that could not load the weights
+                    # cancel the reservation of a stream that could not load its weights
+                    schedule.is_reserved &= version is not None
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: pool.num_users == 1)
                     pool.streams = False

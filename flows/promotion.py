@@ -27,7 +27,7 @@ penstock promote --to MODEL [--rollback]
 
   --guard        data sets on which the candidate may be worse by less than X:  --guard math=0.02,code=0.01
   --min-reward   the mean reward of the first champion must be above this
-  --force        promote although a condition does not hold
+  --force        promote even if a condition does not hold
   --rollback     make the previous champion champion again"""
 
 _OWN = {
@@ -63,9 +63,9 @@ def main(argv: list[str]) -> int:
 
 
 def parse_gate(own: dict[str, str]) -> Gate:
-    """Return the conditions that the command line gives."""
+    """Return the conditions of the promotion, from the command line."""
     if "--data-set" not in own:
-        raise OptionError("penstock promote needs --data-set NAME, the evaluation that decides")
+        raise OptionError("penstock promote needs --data-set NAME, the data set whose evaluation decides")
     guards = {}
     for pair in filter(None, own.get("--guard", "").split(",")):
         name, equals, tolerance = pair.partition("=")
@@ -126,7 +126,7 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
 def roll_back(store: Store, model: str) -> Decision:
     """Make the policy champion again that was champion before the current one, and record the decision."""
     decisions = read_decisions(store, model)
-    stack: list[Policy] = []  # champions, as if rollbacks had removed those that they replaced
+    stack: list[Policy] = []  # champions; a rollback removes the last one
     for decision in decisions:
         if decision.action == "promoted" and decision.champion:
             stack.append(decision.champion)

@@ -114,7 +114,8 @@ def replay(
     print(total)
     if differing:
         raise ReplayError(
-            f"replaying round {differing[0]} of run {run!r} gave another policy than the committed one ({total}): "
+            f"replaying round {differing[0]} of run {run!r} gave a policy that differs from the committed one "
+            f"({total}): "
             "check that code, GPU type and parallel layout are those of the run"
         )
     return Completed(message=total)
@@ -185,7 +186,7 @@ def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, beg
     end, entry = last, record.parent if record else None
     while entry is not None:
         end, ancestor, entry = min(end, entry.at), entry, entry.parent
-        has_rounds = max(begin, entry.at if entry else 0) < end  # which the ancestor trained
+        has_rounds = max(begin, entry.at if entry else 0) < end  # whether the ancestor trained rounds of this replay
         if has_rounds and training_options(validate_config(ancestor.config)) != training_options(config):
             raise RunError(
                 f"the rounds of run {keys.run!r} before {end} were trained by {ancestor.run!r}, from which it was "

@@ -1,4 +1,5 @@
-"""The rollouts of a run, in order: generated when the trainer asks for them, or ahead of it by a second thread."""
+"""The rollouts of a run, in order: generated when the trainer needs them, or ahead of the trainer by a second
+thread."""
 
 from __future__ import annotations
 
@@ -58,14 +59,14 @@ class RolloutsAhead:
         self.session = session
         self.source = source
         self.turns = session.engines.turns
-        self.failure: BaseException | None = None  # with which the thread has ended
+        self.failure: BaseException | None = None  # exception that ended the thread
         self._finished: dict[int, RolloutRef] = {}  # number of a round -> its rollout
         self._engine_idle: dict[int, dict[str, float]] = {}  # number of a round -> metrics of the wait before it
         self._last_get = time.perf_counter()
         self._changed = threading.Condition()
 
     def get(self, rollout_id: int) -> RolloutRef:
-        """Wait until rollout `rollout_id` is committed. Raises the exception with which the thread failed."""
+        """Wait until rollout `rollout_id` is committed, and return it. Raises the exception that ended the thread."""
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: rollout_id in self._finished or self.failure is not None)
@@ -115,7 +116,7 @@ class RolloutsAhead:
 
     def _evaluate_until_turn(self, rollout_id: int | None) -> float:
         """Wait until rollout `rollout_id` may start, and before that run the evaluations that are requested. Return the
-        seconds that these took."""
+        seconds that the evaluations took."""
         seconds = 0.0
         while (version := self.turns.wait_for_turn(rollout_id)) is not None:
             start = time.perf_counter()
@@ -155,14 +156,14 @@ class RoundSource:
 
 
 class StreamSource(RoundSource):
-    """Takes rounds from a stream of groups that are generated without a pause. The stream is started by the first
-    round, and again by the next one after a failure or after a round that another driver of the run has committed: an
-    old one that was presumed dead, or its successor."""
+    """Takes rounds from a stream of groups that are generated without a pause. The first round starts the stream. The
+    next round starts a new stream after a failure, or after another driver of the run has committed a round (an older
+    driver that was presumed dead, or a newer one)."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._stream: RolloutStream | None = None
-        self._report: ProgressCallback = lambda done, total: None  # of the round that is being generated
+        self._report: ProgressCallback = lambda done, total: None  # callback of the round in progress
 
     def generate(self, rollout_id: int) -> Commit:
         """Commit the next groups of the stream as round `rollout_id`, and return the commit."""

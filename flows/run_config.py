@@ -58,8 +58,8 @@ class RunOptions(StageConfig):
     """Also keep the checkpoint with the best value of this evaluation metric (e.g. eval/gsm8k; higher is better)."""
 
     grace_period: float = option(30.0, mutability="placement", ge=0)
-    """Seconds from SIGTERM to the end of the process, at least 10. A stage that would need the last 10, which are for
-    the cleanup, is cancelled and reruns on resume."""
+    """Seconds from SIGTERM to the end of the process, at least 10. The last 10 seconds are reserved for cleanup: a
+    stage that is still running then is cancelled, and reruns on resume."""
 
     ray_address: str | None = option(None, mutability="placement")
     """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""
@@ -73,14 +73,14 @@ class RunOptions(StageConfig):
     address."""
 
     node_timeout: float = option(600.0, mutability="placement", ge=0)
-    """Seconds to wait for a node of the Ray cluster that died during the run before the stage fails."""
+    """Seconds to wait for the return of a Ray node that died during the run; then the stage fails."""
 
     price_per_device_hour: float | None = option(None, mutability="placement", ge=0)
-    """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows what the run has
-    cost."""
+    """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows the cost of the
+    run."""
 
     report: bool = option(True, mutability="placement")
-    """At the end write the HTML report of the run (`penstock report`) into the store, and give it to the trackers."""
+    """At the end write the HTML report of the run (`penstock report`) into the store, and send it to the trackers."""
 
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
@@ -100,7 +100,7 @@ class RunOptions(StageConfig):
     without a pause, and get new weights while they do."""
 
     max_staleness: int = option(2, mutability="schedule", ge=1)
-    """With --async-mode streaming: tokens that are more than N policy versions older than the policy that they train
+    """With --async-mode streaming: tokens that are more than N policy versions older than the policy trained on them
     are masked."""
 
     pause_generation_mode: Literal["retract", "in_place"] = option("retract", mutability="schedule")
@@ -114,7 +114,7 @@ class RunOptions(StageConfig):
     """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
 
     debug_rollout_only: bool = option(False, mutability="placement")
-    """Only generate and commit the rollouts, all with the start weights, without a trainer."""
+    """Only generate and commit the rollouts, all with the initial weights, without a trainer."""
 
     debug_train_only: bool = option(False, mutability="placement")
     """Only train, on the rollouts that the run has committed, without engines and evaluations."""
@@ -138,7 +138,8 @@ class RunOptions(StageConfig):
     """Format of the terminal's lines: json prints one object a line with time, level, run, round, stage and message."""
 
     hang_timeout: float = option(1800.0, mutability="placement", ge=0)
-    """Print the Python stacks of the run's processes if no stage has moved for N seconds, and wait on; 0: never."""
+    """Print the Python stacks of the run's processes if no stage has made progress for N seconds; the run continues. 0:
+    never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -156,7 +157,7 @@ class RunOptions(StageConfig):
         for name, given, part in (("store", given_store, store or "/"), ("run", values.get("run"), run)):
             if given not in (None, "", part):
                 raise OptionError(
-                    f"--save {values['save']} contradicts --{name} {given}, because it means --{name} {part}: omit one "
+                    f"--save {values['save']} means --{name} {part}, which contradicts --{name} {given}: omit one "
                     "of them"
                 )
         return {**values, "save": None, "store": store or "/", "run": run}
@@ -201,7 +202,8 @@ class RunOptions(StageConfig):
 
     @property
     def staleness_limit(self) -> int:
-        """Return by how many policy versions the tokens of a rollout may be older than the policy that they train."""
+        """Return by how many policy versions the tokens of a rollout may be older than the policy that is trained on
+        them."""
         return self.max_staleness if self.streams else self.async_buffer_size + self.update_weights_interval - 1
 
 

@@ -1,4 +1,4 @@
-"""What the stages of one flow run share: the run, its processes, its observers, the terminal."""
+"""The state that the stages of one flow run share: the run, its processes, its observers, the terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Session:
 
     Attributes:
         started_stages: name of a task run of this flow run -> state with its id.
-        stage_results: kept, because Prefect recognizes results and their strings by their addresses.
+        stage_results: results of stages, kept in memory because Prefect identifies them, and strings in them, by
+            `id()`.
         stage_messages: id of an active task run -> message of its final state.
     """
 
@@ -94,7 +95,7 @@ class Session:
                 self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
     def report_commit(self, prefix: str, commit: Commit) -> Commit:
-        """Tell the observers about a commit that a stage returns, and return it."""
+        """Notify the observers of a commit that a stage returns, and return the commit."""
         report = CommitReport(commit_key(prefix), commit)
         self.observers.tell(Observer.on_commit, report)
         if report.line:
@@ -125,7 +126,7 @@ class Session:
                 raise
 
     def set_stage_message(self, text: str) -> None:
-        """Set the message of the current stage's final state, which says what the stage has done."""
+        """Set the message of the current stage's final state, which describes what the stage has done."""
         self.stage_messages[uuid.UUID(task_run.id)] = " ".join(text.split())
 
     def wait_for_checkpoint(self) -> None:
@@ -189,12 +190,14 @@ class Session:
         try:
             self.run.record_end(kind, joules)
         except (StoreError, OSError) as error:  # for instance a full disk
-            self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
+            self.display.note(
+                f"the end of this start is not recorded ({error}); its costs are counted up to its last commit"
+            )
 
 
 @contextmanager
 def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
-    """Check a config, and drive its run in the block. All processes that were started meanwhile are stopped at its
+    """Check a config, and drive its run in the block. All processes that were started in the block are stopped at its
     end."""
     plan = plan_of(flow, config)
     if plan is not config:  # otherwise the command has checked it
@@ -225,7 +228,8 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
 def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunTracking, Session]:
     """Return the trackers and the session of a run, whose observers are added to `observers`."""
     flow, config, uris = run.flow, run.config, tracking_uris(run.store, run.config.run)
-    # Here, because other threads do not know the flow run. A server that ends with this process has no page afterwards.
+    # Read it here, because other threads have no flow-run context. A server that ends with this process has no page
+    # afterwards.
     page = "" if OWN_SERVER.is_set() else flow_run.ui_url or ""
     flow_run_link = page_link(page)  # logs a browser in
     display = Display(run.keys.run, flow, config, run.store.uri, uris[0], prefect_page=flow_run_link or _NO_PAGE)

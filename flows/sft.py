@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the loop of post_train.py over demonstrations, without engines. Each round trains
 on the next rows of the data set."""
 
-from typing import Annotated  # annotations are evaluated here: Prefect reads them from a copy of the function elsewhere
+from typing import Annotated  # real annotations, not strings: Prefect could not resolve strings
 
 from prefect import State, flow
 from pydantic import BeforeValidator

@@ -44,9 +44,9 @@ def stage(name: str, *, needs: Needs | None = None, after_save: bool = False) ->
 
     Args:
         name: name of the task run, a format string over the function's arguments.
-        needs: function of the same arguments that returns which stages' results this one uses, for the arrows on the
-            Prefect page: for each input the names of task runs, of which the first that this flow run has started
-            counts.
+        needs: function of the same arguments that returns the stages whose results this stage uses, for the arrows on
+            the Prefect page. Each input is a list of names of task runs; the first of them that this flow run has
+            started counts.
         after_save: if a checkpoint is being saved in another thread, wait for its commit before the start.
     """
     return functools.partial(Stage, name, needs=needs, after_save=after_save)

@@ -64,8 +64,8 @@ def convert(session: Session) -> CheckpointRef:
 
 
 def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
-    """Return the model that the run has recorded as `role` if the files at `path` are still those that it was converted
-    from; otherwise convert them. Only a conversion needs a process."""
+    """Return the model that the run has recorded as `role` if it was converted from the current files at `path`;
+    otherwise convert these files. Only a conversion needs a process."""
     model = session.run.store.read_record(CheckpointRef, session.run.keys.origin_key(role))
     if model is not None and is_conversion_of(session.run.store, model, path):
         return model
@@ -75,12 +75,12 @@ def convert_unless_unchanged(session: Session, role: str, path: str) -> Checkpoi
 
 
 def trained_policy(version: int) -> list[str]:
-    """Return the names of the stages of which one has given the trainer policy `version` (see `Stage.needs`)."""
+    """Return the names of the stages after one of which the trainer has policy `version` (for `needs` of a stage)."""
     return [f"train-{version - 1:06d}", "restore", "convert"]
 
 
 def published_policy(newest: int, oldest: int) -> list[str]:
-    """Return the names of the stages of which one has given the engines a policy version from `oldest` to `newest`."""
+    """Return the names of the stages after one of which the engines have a policy version from `oldest` to `newest`."""
     return [*(f"publish-{version:06d}" for version in range(newest, oldest - 1, -1)), *trained_policy(oldest)]
 
 
@@ -99,7 +99,7 @@ def restore(session: Session) -> None:
 
 @stage(
     "rollout-{rollout_id:06d}",
-    needs=lambda session, r, *_: [  # the rollout before, whose commit has the position in the data, and the policy
+    needs=lambda session, r, *_: [  # the previous rollout, whose commit has the position in the data, and the policy
         [f"rollout-{r - 1:06d}"],
         published_policy(r, max(0, r - session.config.run.staleness_limit)),
     ],
@@ -141,7 +141,7 @@ def load_rollout(session: Session, rollout_id: int) -> Commit:
 
 
 def rollout_context(session: Session, **options: Any) -> RolloutContext:
-    """Return what all rounds of a run share, with `options` of `RolloutContext`."""
+    """Return the context that all rounds of a run share, with further fields `options` of `RolloutContext`."""
     return RolloutContext(
         session.run.store,
         session.config.rollout_with_args,
@@ -182,7 +182,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
 
 @stage(
     "train-{rollout.rollout_id:06d}",
-    needs=lambda session, rollout: [  # samples, policy, and the end of the policy's save
+    needs=lambda session, rollout: [  # the samples, the policy, and the checkpoint of the policy
         [f"rollout-{rollout.rollout_id:06d}", f"demonstrations-{rollout.rollout_id:06d}"],
         trained_policy(rollout.rollout_id),
         [f"checkpoint-{rollout.rollout_id:06d}"],
@@ -203,7 +203,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 @stage("publish-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def publish(session: Session, version: int) -> None:
     """Load policy `version` into every engine, unless no more rollouts are needed. With --async-mode streaming, the
-    engines generate meanwhile."""
+    engines continue to generate."""
     run = session.config.run
     if run.streams and session.run.needs_rollout(run.num_rollout - 1):
         session.engines.publish_in_flight(version)
@@ -241,8 +241,8 @@ def save(session: Session, version: int) -> CheckpointRef:
 
 
 def remove_old_checkpoints(session: Session) -> None:
-    """Remove the checkpoints that --keep-checkpoints does not keep. With --keep-best, keep also those whose scores are
-    not known yet, because an evaluation is running or postponed."""
+    """Remove the checkpoints that --keep-checkpoints does not keep. With --keep-best, also keep the checkpoints whose
+    scores are not known yet, because an evaluation is running or postponed."""
     run = session.config.run
     if run.keep_checkpoints is None:
         return
@@ -333,7 +333,7 @@ def missing_evaluations(session: Session, version: int) -> list[str]:
 
 def request_evaluation(session: Session, version: int) -> None:
     """Score policy `version`, the trainer's newest, while training continues: on engines of its own (--eval-mode
-    apart), on engines that generate rollouts meanwhile (--async-mode streaming), or before the next rollout."""
+    apart), on engines that also generate rollouts (--async-mode streaming), or before the next rollout."""
     turns = session.engines.turns
     if not missing_evaluations(session, version):
         return
@@ -358,7 +358,8 @@ def request_evaluation(session: Session, version: int) -> None:
 
 @stage("publish-for-eval-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def publish_for_evaluation(session: Session, version: int) -> None:
-    """Load policy `version`, the trainer's, into the engines that evaluate it, after the evaluation before."""
+    """Load policy `version`, the trainer's current one, into the engines that evaluate it, after the previous
+    evaluation."""
     session.engines.publish_for_evaluation(version)
 
 
@@ -379,13 +380,14 @@ def note_postponed_evaluation(session: Session, version: int, error: BaseExcepti
 
 
 def evaluate_in_turn(session: Session, version: int) -> None:
-    """Score policy `version` after the stream and the evaluation before have ended. The next stage waits for it."""
+    """Score policy `version` after the stream and the previous evaluation have ended. The next stage waits for this
+    evaluation."""
     session.engines.turns.wait_until(lambda schedule: schedule.evaluated is None and not schedule.rollouts.streams)
     evaluate(session, version)
 
 
 def evaluate_skipped(session: Session) -> None:
-    """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store."""
+    """Score the policies that were not evaluated because of a failure or a kill; restore each one from the store."""
     session.engines.turns.wait_until(lambda schedule: schedule.evaluated is None)
     for version, name in postponed_evaluations(session, range(1, session.run.num_trained_rounds())):
         evaluate_one(session, version, name)
@@ -394,9 +396,9 @@ def evaluate_skipped(session: Session) -> None:
 
 
 def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yield those of the policies `versions` that `evaluate_skipped` scores, with the names of their data sets. Data
-    sets that were added to the run later are not evaluated for earlier policies. A fork does not evaluate its parent's
-    policies: with its options, training could not reproduce them."""
+    """Yield (policy version, data set) for each evaluation of policies in `versions` that `evaluate_skipped` must make.
+    Data sets that were added to the run later are not evaluated for earlier policies. A fork does not evaluate its
+    parent's policies: with its options, training could not reproduce them."""
     due, keys = build_stage_schedule(session), session.run.keys
     skips_first = session.config.eval.skip_eval_before_train
     record = read_run_record(session.run.store, keys)
@@ -424,7 +426,7 @@ def export(session: Session, version: int) -> CheckpointRef:
         inputs, timeout = {"checkpoint": commit_key(checkpoint)}, session.config.convert.convert_timeout
         write = partial(export_hf, *arguments, inputs=inputs)
         commit = session.processes.trainer.export(version, origin.directory, write, timeout)
-        if commit is None:  # the trainer does not hold this version: from the checkpoint
+        if commit is None:  # the trainer does not have this version: export the checkpoint
             commit = session.processes.cluster.run(export_hf, *arguments, inputs=inputs, timeout=timeout)
     session.report_commit(prefix, commit)
     uri = session.run.store.path(commit.attempt or "")
@@ -440,7 +442,7 @@ def save_hf(session: Session, version: int) -> None:
 
 
 def save_missing_hf(session: Session) -> None:
-    """With --save-hf, write the Hugging Face files of all checkpoints for which a kill or a failure prevented it."""
+    """With --save-hf, write the Hugging Face files of all checkpoints that lack them because of a kill or a failure."""
     keys = session.run.keys
     if session.config.run.save_hf is None:
         return
@@ -475,8 +477,8 @@ def promote(session: Session, version: int) -> None:
 
 
 def publish_results(session: Session) -> State[None]:
-    """Tell the observers the results of the whole run, including rounds before a resume. Return the final state of the
-    flow run, whose message says what this start has done."""
+    """Notify the observers of the results of the whole run, including rounds before a resume. Return the final state of
+    the flow run, whose message says what this start has done."""
     session.wait_for_checkpoint()
     commits = read_commits(session.run.store, session.run.keys)
     session.observers.tell(Observer.on_results, commits)

@@ -1,8 +1,8 @@
 """The registry: which policy is the champion of a named model, and every decision about it.
 
 `registry/<model>/<number>.json` is one decision: a promotion, a refusal with its numbers, or a rollback. Decisions are
-appended by conditional create, so two concurrent promotions cannot both replace the same champion. The champion is that
-of the last decision; trackers derive their versions and aliases from these records.
+appended by conditional create, so two concurrent promotions cannot both replace the same champion. The champion is the
+one that the last decision names; trackers derive their versions and aliases from these records.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Condition(Frozen):
     """
 
     data_set: str
-    required: float | None  # the lower bound, or without a champion the candidate's mean, must be above; None: nothing
+    required: float | None  # minimum of the lower bound (without a champion: of the candidate's mean); None: no limit
     holds: bool
     candidate_mean: float
     champion_mean: float | None = None  # None: there was no champion
@@ -78,7 +78,7 @@ class Decision(Frozen):
 
 
 def policies_of(decisions: list[Decision]) -> list[Policy]:
-    """Return the policies of decisions, in order, each once."""
+    """Return the policies that decisions name, in order and without repetitions."""
     return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
 
 
@@ -115,10 +115,11 @@ def export_of_champion(store: Store, model: str) -> str:
 
 
 def record_decision(store: Store, model: str, after: int, decision: Decision) -> None:
-    """Record a decision that was made after reading `after` decisions. Raises RunError if it must be made again."""
+    """Record a decision about a model that had `after` decisions when it was made. Raises RunError if another process
+    has recorded a decision since then."""
     key = f"{model_prefix(model)}/{after:06d}.json"
     if not store.create(key, decision.model_dump_json(indent=1).encode()):
-        raise RunError(f"another process has changed the champion of {model!r} meanwhile: repeat the command")
+        raise RunError(f"another process changed the champion of {model!r} during this command: run the command again")
 
 
 def model_prefix(model: str) -> str:

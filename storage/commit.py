@@ -57,9 +57,9 @@ def is_run_name(name: str) -> bool:
 
 
 TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
-DEBUG_DATA = "debug_rollout_data"  # role of the file from which --load-debug-rollout-data has committed a rollout
+DEBUG_DATA = "debug_rollout_data"  # in a rollout's `inputs`: role of the file given to --load-debug-rollout-data
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
-STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # of the stages of a run; a model belongs to no run
+STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # commits in a run; a model does not belong to a run
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
@@ -162,19 +162,19 @@ class Commit(BaseModel):
 
     @property
     def listed_kind(self) -> str:
-        """The kind under which the commit is listed and counted: `rescore` if `penstock eval --rescore` graded an
-        evaluation's samples again, which is not an evaluation of the run and took none of its time; else `kind`."""
+        """Return the kind under which the commit is listed and counted: `rescore` if `penstock eval --rescore` graded
+        the samples of an evaluation again, outside of the run's own time; else `kind`."""
         return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
 
     @property
     def started_at(self) -> float:
-        """When the stage began, in seconds since the epoch."""
+        """Return when the stage began, in seconds since the epoch."""
         return self.created_at - sum(self.seconds.values())
 
     @property
     def writer(self) -> str:
-        """The run that wrote the files; "" for models, which belong to no run, and for commits without files. In a fork
-        it is another run for the commits that are copies of its parent's."""
+        """Return the run that wrote the files; "" for models, which do not belong to a run, and for commits without
+        files. For a commit that a fork copied from its parent, it is the run that the fork copied."""
         parts = (self.attempt or "").split("/")
         return parts[1] if parts[0] == "runs" else ""
 
@@ -208,8 +208,8 @@ def encode_commit(commit: Commit) -> bytes:
 
 
 def escape_invalid_text(value: Any) -> Any:
-    """Return a value in whose strings, at any depth, lone surrogates are escaped, which files and services
-    refuse: "\\ud800" becomes "\\\\ud800"."""
+    """Return `value` with the lone surrogates in its strings, at any depth, escaped, since files and services refuse
+    them: "\\ud800" becomes "\\\\ud800"."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
@@ -232,8 +232,8 @@ def has_matching_digest(commit_json: bytes) -> bool:
     return bool(record.get("digest") == record_digest(record))
 
 
-JOURNAL = ".journal"  # end of the prefix of a round's journal
-ADAPTERS = "lora"  # in the state of a checkpoint's commit: the options of its adapters, if it has only adapters
+JOURNAL = ".journal"  # suffix of the store prefix of a round's journal
+ADAPTERS = "lora"  # key in `state` of a checkpoint that has only LoRA adapters: their options
 ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of the models that a run starts with
 
 
@@ -245,7 +245,7 @@ class RunKeys:
         self.run = run
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
-        self.report = f"{self.prefix}/report.html"  # of the last start that has ended
+        self.report = f"{self.prefix}/report.html"  # written at the end of each start
 
     def origin_key(self, role: str) -> str:
         """Return the key of the record that names a model that the run starts with (`role`, see ORIGINS)."""

@@ -8,8 +8,8 @@ options are flags as well. A flag of an optional section creates it, so there ar
 
 The mutability of a field determines whether a resumed run may change it:
 
-    identity    model, seed, data, algorithm: cannot change; fork the run instead. Exception: those of Megatron's
-                options that change no result (`options_by_mutability` in flows/config.py)
+    identity    model, seed, data, algorithm: cannot change; fork the run instead. Exception: Megatron options
+                that do not change results (`options_by_mutability` in flows/config.py)
     schedule    number of rounds, intervals of checkpoints and evaluations: may change; the change is recorded
     placement   GPUs, engines, threads, time limits: may change; results differ only by floating-point rounding
 """

@@ -32,7 +32,7 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux;
 SYNC_FILE_RANGE_WRITE = 2  # begin to write the range, and do not wait
 WRITEBACK = 16 << 20  # bytes that are written to the disk at once while a file grows
 _NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 releases the GIL (measured: 27 GB/s per core)
-_NUM_TRIES = 20  # of creating a file whose directory another process removes
+_NUM_TRIES = 20  # to create a file in a directory that other processes keep removing
 # Error codes of link(2) on file systems without hard links: FAT, some FUSE and CIFS mounts.
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -80,8 +80,8 @@ def replace(target: Path, data: bytes) -> None:
 
 def _publish(target: Path, data: bytes, publish: Callable[[Path], T], *, sync: bool) -> T:
     """Write a temporary file beside `target`, and return the result of `publish`, which makes it visible as `target`.
-    Repeated if another process deletes the temporary file (`penstock gc`) or the new, still empty directory (`delete`)
-    before."""
+    The write is repeated if another process has deleted the temporary file (`penstock gc`) or the new, still empty
+    directory (`delete`)."""
     for tries_left in reversed(range(_NUM_TRIES)):
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
@@ -208,9 +208,9 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE) -> bytes:
 
 
 def write_back(file: BinaryIO, start: int, end: int) -> int:
-    """If the bytes [start, end) of a file are enough, let the kernel begin to write them to the disk, and return `end`;
-    otherwise return `start`. Without it the disk is idle until the kernel has many unwritten bytes, or until fsync,
-    which reports the errors of both."""
+    """Ask the kernel to start writing the bytes [start, end) of a file to the disk, and return `end`; return `start` if
+    they are fewer than WRITEBACK bytes. Otherwise the disk would be idle until the kernel holds many unwritten bytes,
+    or until fsync. Errors of these early writes are reported by fsync."""
     if end - start < WRITEBACK:
         return start
     if _sync_file_range:
@@ -224,8 +224,8 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping[str, str] = {}) -> list[FileRecord]:
-    """Return the FileRecord of each file below `top`, the directory with the key `attempt`. Files that `hashes` (by
-    name relative to `top`) lacks are hashed here."""
+    """Return the FileRecord of each file below `top`, the directory with the key `attempt`. `hashes` maps file names,
+    relative to `top`, to known hashes; the other files are hashed here."""
 
     def record(file: Path) -> FileRecord:
         rows = None

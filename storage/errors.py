@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from penstock.storage.secrets import redact
 
-NEAR = 0.8  # similarity (difflib's ratio) from which on a name is suggested
+NEAR = 0.8  # lowest similarity (difflib's ratio) at which a name is suggested
 
 
 class PenstockError(Exception):
@@ -117,7 +117,7 @@ class StoreError(PenstockError, RuntimeError):
 
 
 class TrackerError(PenstockError, RuntimeError):
-    """An experiment tracker is not available, or failed while a run was sent to it on request."""
+    """An experiment tracker is not available, or failed when `penstock track` sent a run to it."""
 
     code = "tracker"
 
@@ -129,8 +129,8 @@ class StoreFull(StoreError):
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that differs from a word by a few letters, or the only one that continues it after a dash
-    or underscore, or None."""
+    """Return the name in `known` that is most similar to the misspelled `word`. If none is similar, return the only
+    name that begins with `word` and a dash or underscore (`lr-decay` -> `lr-decay-style`), or None."""
     names, text = list(known), word[:64]
     near = difflib.get_close_matches(text, names, n=1, cutoff=NEAR)
     longer = [name for name in names if name.startswith((f"{text}-", f"{text}_"))]

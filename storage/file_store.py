@@ -43,7 +43,8 @@ class FileStore:
         uri: a local path or any fsspec URI (`s3://bucket/prefix`).
         options: passed to the fsspec file system; may contain references to secrets.
         single_writer: only one process ever writes to the store; allows stores without conditional create.
-        probe: test that the store is writable and has conditional create. A run's driver tests it for its Ray actors.
+        probe: test that the store is writable and has conditional create. The driver of a run does this once, so its
+            Ray actors do not.
     """
 
     def __init__(
@@ -181,11 +182,13 @@ class FileStore:
             created = self.create(key, data, num_tries=_NUM_PROBES)
             again = self.create(key, data[::-1], num_tries=_NUM_PROBES)
             self.delete([key])
-        except (NotImplementedError, TypeError) as error:  # TypeError: a driver older than `mode="create"`
+        except (NotImplementedError, TypeError) as error:  # TypeError: an old fsspec driver without `mode="create"`
             raise StoreError(f"store {self.uri!r} has no conditional create, {advice}") from error
         except StoreError as error:
-            raise StoreError(f"store {self.uri!r} does not respond: {error}") from error
-        except Exception as error:  # drivers have their own error types
+            raise StoreError(
+                f"store {self.uri!r} does not respond ({error}): check its address and the network"
+            ) from error
+        except Exception as error:  # fsspec drivers have their own error types
             if self.is_local and getattr(error, "errno", None) in disk.NO_HARD_LINKS:
                 raise StoreError(f"store {self.uri!r} is on a file system without hard links, {advice}") from error
             raise StoreError(
@@ -206,7 +209,7 @@ class FileStore:
             return call() if self.is_local else objects.call_with_retries(request, f"accessing {self.path(key)}")
         except (FileNotFoundError, StoreError):
             raise
-        except Exception as error:  # drivers have their own error types
+        except Exception as error:  # fsspec drivers have their own error types
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"{self.path(key)} cannot be read ({reason}): make it readable for this user, or correct --store and "

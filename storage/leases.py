@@ -2,9 +2,10 @@
 committed.
 
 A lease is a small object that its holder renews. It ends when the holder releases it, when the holder's process is
-known to be dead (on the same machine), or when it was not renewed for TTL seconds: by this machine's boot-time clock if
-the holder runs on it, which no step of the wall clock affects, otherwise by the store's clock. The lease of a writer is
-`attempt-<id>.lease`, next to its attempt; that of a driver is `runs/<run>/drivers/<id>.lease`.
+known to be dead (on the same machine), or when it was not renewed for TTL seconds. If the holder runs on this machine,
+the time is taken from the machine's boot-time clock, which changes of the wall clock do not affect; otherwise from the
+store's clock. The lease of a writer is `attempt-<id>.lease`, next to its attempt; that of a driver is
+`runs/<run>/drivers/<id>.lease`.
 
 A lease does not protect a writer that was suspended for longer than TTL. Therefore writer and `gc` both try to create
 `attempt-<id>.claim`, and only one of them succeeds: the writer with the content SEALED right before it commits, `gc`
@@ -116,7 +117,7 @@ def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
     age = now - modified
     if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:
         age = time.clock_gettime(_CLOCK) - process["renewed"]
-    if abs(age) > TTL:  # negative after a backward step of the store's clock: a live holder has renewed it since
+    if abs(age) > TTL:  # negative if the store's clock was set back: a live holder would have renewed the lease since
         return None
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
     if is_local and _process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
@@ -210,8 +211,9 @@ class Seal:
         """Raise StoreError if the seal is older than SEAL_LIMIT / 2 (`penstock gc` ignores it after SEAL_LIMIT)."""
         if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
             raise StoreError(
-                f"{self.attempt} was not committed within {SEAL_LIMIT / 2:.0f} s after its claim was created, since "
-                "this process was suspended: rerun the stage"
+                f"{self.attempt} was not committed within {SEAL_LIMIT / 2:.0f} s after its claim was created (this "
+                f"process "
+                "may have been suspended): rerun the stage"
             )
 
     def release(self) -> None:

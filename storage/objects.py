@@ -86,14 +86,14 @@ def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.Abstract
         raise StoreError(
             f"store {uri!r} needs the package {package}, which is not installed ({error}): pip install {package}"
         ) from error
-    except Exception as error:  # drivers have their own error types
+    except Exception as error:  # fsspec drivers have their own error types
         raise StoreError(
             f"store {uri!r} cannot be opened ({type(error).__name__}: {error}): give --store a local path or a URI "
-            "that fsspec supports, and --store-options that its driver has"
+            "that fsspec supports, and --store-options that its fsspec driver accepts"
         ) from error
     if _is_s3(fs):
         if not root or root.startswith("/"):
-            raise StoreError(f"--store {uri} names no bucket: give s3://BUCKET or s3://BUCKET/PREFIX")
+            raise StoreError(f"--store {uri} does not name a bucket: give s3://BUCKET or s3://BUCKET/PREFIX")
         fs.retries = 2  # instead of 5, since botocore retries below s3fs, and `call_with_retries` above it
     return fs, root
 
@@ -113,7 +113,7 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
     for number in range(1, num_tries + 1):
         try:
             return call()
-        except Exception as error:  # drivers have their own error types
+        except Exception as error:  # fsspec drivers have their own error types
             if _s3_error_code(error) == "NoSuchBucket":
                 raise StoreError(
                     f"{operation} failed: the bucket does not exist; correct --store, or create it"
@@ -144,7 +144,7 @@ def is_permanent_error(error: Exception) -> bool:
         return True
     if response is not None:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:  # gcsfs, azure, aiohttp. Not `__cause__`: aiohttp's parser reports a truncated body as status 400.
+    else:  # gcsfs, azure, aiohttp. `__cause__` is not read: aiohttp reports a truncated body there as status 400.
         values = (getattr(error, name, None) for name in ("status_code", "status", "code"))
         status = next((value for value in values if isinstance(value, int)), None)
     return status is not None and 400 <= status < 500 and status not in _TRANSIENT_STATUS

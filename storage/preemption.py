@@ -1,5 +1,5 @@
-"""Cooperative preemption: a stop request with a grace period, and the exception with which a stage then ends; and a
-time limit for user-defined code and patterns."""
+"""Cooperative preemption: a stop request with a grace period, and the exception that then ends a stage; and a time
+limit for user-defined code and patterns."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class StopRequest:
 
 @contextmanager
 def time_limit(action: str) -> Iterator[None]:
-    """Raise TimeoutError in the block if it takes more than PATIENCE seconds. Does nothing in other threads than the
-    main one, to which Python delivers signals.
+    """Raise TimeoutError in the block if it takes more than PATIENCE seconds. Does nothing outside of the main thread,
+    to which Python delivers signals.
 
-    The timer thread ends code that sleeps; the CPU timer ends code that does not let other threads run, as a search for
-    a regular expression.
+    The timer thread ends code that sleeps; the CPU timer ends code that does not let other threads run, such as a
+    search with a regular expression.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -4,7 +4,7 @@
     secret-file:PATH    the content of a file that only its owner can read
 
 `hide_literal_secrets` replaces literal secrets by `env:PENSTOCK_SECRET_...` and keeps their values in this process;
-`resolve_secrets` returns the secrets that references stand for.
+`resolve_secrets` returns the secrets to which references refer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hide_literal_secrets(path: str, value: Any) -> Any:
         return value
     name = base = PREFIX + re.sub(r"\W", "_", path).upper()
     number = 1
-    while _hidden.setdefault(name, value) != value:  # the name already stands for another secret in this process
+    while _hidden.setdefault(name, value) != value:  # the name already refers to another secret in this process
         name, number = f"{base}_{number + 1}", number + 1
     register_secret(value)
     return ENV + name

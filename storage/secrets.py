@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import unquote
 
 ENV, FILE = "env:", "secret-file:"  # prefixes of references
-# Words with which the name of an option ends that has a secret, before words such as `url`: api_key, aws_access_key_id,
-# sas_token, control_plane_api_keys, sentry_dsn, webhook_url; but not input_key or max_tokens.
+# Words at the end of the name of an option with a secret, perhaps followed by a word such as `url`: api_key,
+# aws_access_key_id, sas_token, control_plane_api_keys, sentry_dsn, webhook_url; but not input_key or max_tokens.
 _SECRET_NAME = re.compile(
     r"""^(key|auth|pkey|sig|pin)$|(^|[_.])(
         (api|access|account|private|shared|secret|encryption|signing|master|auth|license)_?(keys?|tokens|codes?)
@@ -26,7 +26,7 @@ _SECRET_NAME = re.compile(
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,30})?://(?P<rest>[^\s'"<>`]+)""")
 _AUTHORITY = re.compile(r"[^/?#]*")
-_PASSWORD = re.compile(r"[^:\[]*:(?!\d*$)")  # an authority with a colon that is not that of a port
+_PASSWORD = re.compile(r"[^:\[]*:(?!\d*$)")  # a URL's authority with a colon that does not precede a port
 _PARAMETER = re.compile(r"([?&;#])([^?&;#]*)")
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # of Azure: the part before "@" names a container
 _HARMLESS_NAMES = {"workflowType", "sslmode", "charset", "project", "entity", "group", "mode", "dir"}
@@ -60,7 +60,7 @@ def _split_url(url: re.Match[str]) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a URL, each with whether it may be a secret."""
     scheme, rest = url["scheme"] or "", url["rest"]
     yield f"{scheme}://", False
-    authority = _AUTHORITY.match(rest)[0]  # type: ignore[index]  # it matches ""
+    authority = _AUTHORITY.match(rest)[0]  # type: ignore[index]  # the pattern also matches ""
     # A password may contain "/", "?", "#" and "@": it ends at the last "@".
     has_user = "@" in authority or ("@" in rest and _PASSWORD.match(authority))
     if has_user and scheme.lower() not in _CONTAINER_SCHEMES:
@@ -72,7 +72,7 @@ def _split_url(url: re.Match[str]) -> Iterator[tuple[str, bool]]:
     for mark, parameter in _PARAMETER.findall(rest[start:]):
         yield mark, False
         name, equals, value = parameter.partition("=")
-        if not re.search(r"[\w*]", value):  # an anchor, the path of a page, or a token, in base64 with "=" at its end
+        if not re.search(r"[\w*]", value):  # no value: an anchor, a page's path, or a base64 token that ends with "="
             yield parameter, not (_HARMLESS_VALUE.fullmatch(name) or (mark == "#" and name.startswith("/")))
         else:
             yield name + equals, False
@@ -94,11 +94,12 @@ def register_secret(secret: str) -> str:
 
 
 def register_credentials(url: str) -> str:
-    """Register what may be a secret in a URL: errors of clients also name parts of it. Return the URL."""
+    """Register what may be a secret in a URL, since error messages of clients may contain parts of the URL. Return the
+    URL."""
     for match in _URL.finditer(url):
         for part, secret in _split_url(match):
             password = part.partition(":")[2]
-            # A user name or a value of a query is often an ordinary word, which `redact` must not replace everywhere.
+            # A user name or a query value is often an ordinary word, which `redact` must not replace everywhere.
             texts = [text for text, length in ((password, _MIN_LENGTH), (part, 2 * _MIN_LENGTH)) if len(text) >= length]
             if secret:
                 _protected.update(form for text in texts for form in (text, unquote(text)))

@@ -1,8 +1,8 @@
 """Query the commits and samples of a store's runs with SQL (DuckDB). docs/queries.md describes the views.
 
 Commit records are read when the connection is opened. Shards are Arrow data sets, which are read while a query runs:
-only the columns that it uses, and only the shards that its conditions on run, round and policy version select. Shards
-are those that commit records list; their hashes are not verified (`penstock verify` does).
+only the columns that it uses, and only the shards that its conditions on run, round and policy version select. Only
+shards that commit records list are read; their hashes are not verified (`penstock verify` does).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def execute(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str],
 
 
 def sql_error(error: Exception) -> OptionError:
-    """Return DuckDB's error as an error of the request: its message and hints, without the quoted SQL line."""
+    """Return an OptionError with the message and the hints of DuckDB's error, without the quoted SQL line."""
     message = str(error).partition("\n\nLINE ")[0]
     return OptionError(f"the query failed: {message}")
 
@@ -207,7 +207,7 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
 
 def add_commit(contents: Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
     """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts, so the
-    run is that of the record's directory, not that of its files."""
+    run is the one in whose directory the record is, not the one in whose directory the files are."""
     version = commit.policy_version
     place: dict[str, str | int]
     created_at, seconds = _timestamp(commit.created_at), sum(commit.seconds.values())

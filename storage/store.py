@@ -42,7 +42,7 @@ class Store(FileStore):
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
         """Publish `commit` and return it, or return the existing commit if another attempt has committed first. Raises
-        StoreError if the writer was suspended for so long that `penstock gc` has deleted its files."""
+        StoreError if `penstock gc` has deleted the files because the writer was suspended for too long."""
         seal = None
         attempt_directory = (commit.attempt or "").rpartition("/")[0]
         # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. The
@@ -131,9 +131,9 @@ class Store(FileStore):
     def committed_indices(self, prefix: str) -> builtins.list[int]:
         """Return the indices of the commits under a directory such as `runs/x/rollouts`, ascending.
 
-        A listing may be stale (on NFS, and on object stores other than those of the large clouds); reads are not.
+        A listing may be stale (on NFS, and on some object stores); a read is not.
         Rounds are consecutive, so rollouts and steps that the listing lacks are looked up one by one. Commits of other
-        kinds may have been deleted since the listing, so those that it contains are looked up again.
+        kinds may have been deleted since the listing, so their records are looked up again.
         """
         listed = {int(name) for name in self.committed_names(prefix) if name.isdigit()}
         if prefix.rsplit("/", 1)[-1] not in ("rollouts", "steps"):

@@ -7,8 +7,8 @@ OPTIONS are further options of `penstock train`. In all modes but "colocated" on
 (on a CPU, as a rehearsal, both share the cores). All responses have the maximum length; choose the length of the
 prompts, which mainly costs training time, so that generation and training take equally long in the synchronous loop.
 Trained tokens/s: tokens with a loss mask, over the time from the commit of the second step, since kernels are compiled
-in the first two, to that of the last step. The floor is the larger one of generation and training. A run that has
-finished is not repeated. Prints JSON.
+in the first two, to that of the last step. The floor (lowest possible time) of a round is the longer of generation and
+training. A run that has finished is not repeated. Prints JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODES = {  # name -> (placement on two GPUs, options)
     "colocated": (["--actor-num-gpus-per-node", "2"], []),
 }
 WARM_UP_ROUNDS = 2
-GOAL = 1.6  # times the trained tokens/s of the synchronous loop on the same two GPUs
+GOAL = 1.6  # factor over the trained tokens/s of the synchronous loop on the same two GPUs
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
-"""Measure the seconds from `penstock train` to the first committed weight update, beside the start of a bare SGLang
-server with the same model and flags until it is healthy.
+"""Measure the seconds from `penstock train` to the first committed weight update, and compare them with the start of a
+bare SGLang server with the same model and flags until it is healthy.
 
     python benchmarks/gpu/cold_start.py DIRECTORY [--model 0.6b] [-- OPTIONS]
     python benchmarks/gpu/cold_start.py DIRECTORY --model tiny -- --rollout-max-response-len 16    # rehearsal on a CPU
 
-OPTIONS are further options of `penstock train`. The first start of each finds empty compile caches, the second those of
-the first. The floor is the bare server. On a machine without CUDA the bare server is started with the launcher of
-Penstock's engines, because SGLang's own does not start there.
+OPTIONS are further options of `penstock train`. Both are started twice: first with empty compile caches, then with
+those of the first start. The floor (lowest possible time) is that of the bare server. On a machine without CUDA the
+bare server is started with the launcher of Penstock's engines, because SGLang's own does not start there.
 """
 
 from __future__ import annotations

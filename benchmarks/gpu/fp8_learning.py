@@ -1,5 +1,5 @@
-"""Compare what a run with fp8 engines learns with a run with bf16 engines: the demo's task with a model that is wide
-enough for fp8 blocks.
+"""Compare the learning of a run with fp8 engines with that of a run with bf16 engines: the demo's task with a model
+that is wide enough for fp8 blocks.
 
     python benchmarks/gpu/fp8_learning.py DIRECTORY [--rounds 40] [--engines bf16 fp8] [-- OPTIONS]
     python benchmarks/gpu/fp8_learning.py DIRECTORY --engines bf16 --rounds 4        # rehearsal on a CPU
@@ -79,7 +79,7 @@ def make_model(directory: Path, seed: int) -> Path:
 
 
 def train(engines: str, model: Path, gpu: int, options: Any) -> dict[str, Any]:
-    """Run GRPO with one kind of engine and return what it has learned."""
+    """Run GRPO with one kind of engine, and return rewards, accuracies and log-prob differences."""
     directory, run = options.directory, f"{engines}-engines"
     start = directory / "bf16" if engines == "bf16" else make_fp8_copy(model, directory)
     if engines == "bf16" and not start.exists():

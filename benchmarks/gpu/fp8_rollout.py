@@ -61,7 +61,7 @@ def main() -> int:
         sys.exit("this benchmark needs a CUDA GPU: SGLang cannot serve block-quantized fp8 weights on this CPU")
     environment.set_default_variables()
     options.directory.mkdir(parents=True, exist_ok=True)
-    with torch.device("cuda"):  # random numbers are drawn there
+    with torch.device("cuda"):  # draw the random weights on the GPU
         if options.model == "30b-a3b":
             plain = options.directory / f"30b-a3b-{options.layers}"
             if not (plain / "config.json").exists():

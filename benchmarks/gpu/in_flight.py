@@ -1,12 +1,12 @@
 """Measure how long a weight update in flight stalls generation: the longest gap between two tokens of a streamed
-request during an update, less the usual gap.
+request during an update, minus the usual gap.
 
     python benchmarks/gpu/in_flight.py DIRECTORY [--model 4b] [--requests 64] [--pause in_place] [-- OPTIONS]
     python benchmarks/gpu/in_flight.py DIRECTORY --model tiny --requests 8 --prompt-tokens 32    # rehearsal on a CPU
 
 OPTIONS are further options of `penstock train`. With two GPUs, trainer and engine are apart and weights are sent over
 NCCL; on one GPU they share it, and weights are sent over CUDA IPC. `publish` is the time from the call to the last
-acknowledgement, of which generation stands still for `stall`. Prints JSON.
+acknowledgement; `stall` is the part of it in which generation stands still. Prints JSON.
 """
 
 from __future__ import annotations

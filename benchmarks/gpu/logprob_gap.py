@@ -1,5 +1,5 @@
-"""Find where the difference of the log-probs of engine and trainer comes from: on the same sampled tokens, compare
-those of the engine, of the trainer and of transformers, with an LM head in bf16 and in fp32.
+"""Find where the difference of the log-probs of engine and trainer comes from: on the same sampled tokens, compare the
+log-probs of the engine, of the trainer and of transformers, with an LM head in bf16 and in fp32.
 
     python benchmarks/gpu/logprob_gap.py DIRECTORY --model MODEL --data DATA [-- OPTIONS]
 
@@ -53,7 +53,7 @@ def main() -> int:
         if generate(name, options).wait():
             raise SystemExit(f"the engine did not generate: see the logs in {options.directory}")
     figures = {"mean absolute differences": compare_all(options)}
-    options.model = options.data = None  # paths of this machine
+    options.model = options.data = None  # do not report paths of this machine
     write_report(options, figures)
     return 0
 
@@ -77,12 +77,12 @@ def train_words(name: str, options: Any) -> list[Any]:
 
 
 def generate(name: str, options: Any) -> subprocess.Popen[bytes]:
-    """Start the generation of a set, without a trainer."""
+    """Start the generation for an entry of SETS, without a trainer."""
     return penstock("train", options, [*train_words(name, options), "--debug-rollout-only"])
 
 
 def compare_all(options: Any) -> dict[str, Any]:
-    """Return the differences of each set."""
+    """Return the log-prob differences of each entry of SETS."""
     from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
     from penstock.stages.train.batching import Batch
@@ -144,7 +144,8 @@ def transformers_logprobs(path: Path, batch: Any, dtype: torch.dtype) -> dict[st
     for first in range(0, len(batch.offsets) - 1, BATCH):
         rows = range(first, min(first + BATCH, len(batch.offsets) - 1))
         sequences = [torch.from_numpy(batch.token_ids[batch.offsets[i] : batch.offsets[i + 1]]) for i in rows]
-        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)  # on the right: not attended
+        # padding on the right, which attention ignores
+        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
         hidden = model.model(padded, use_cache=False).last_hidden_state[:, :-1]
         for name, weight in heads.items():
             logits = (hidden.to(weight.dtype) @ weight.T).float()

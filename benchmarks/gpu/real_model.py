@@ -11,7 +11,7 @@ medians over all rounds but the first two.
 
 --kills N kills trainer, engine and driver with SIGKILL, N times in all, equally often, in rounds and moments drawn from
 the seed; the driver is started again at once. A kill costs the time of its round and the next one, including their
-evaluation and checkpoint, less twice the median round. --replay verifies the run and trains the named rounds again.
+evaluation and checkpoint, minus twice the median round. --replay verifies the run and trains the named rounds again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> int:
     if kills:
         figures["kills"] = describe_kills(kills, [step.created_at for step in steps])
     figures["settings of the model"] = {"model": str(options.model), "data": str(options.data)}
-    options.model = options.data = None  # paths of this machine
+    options.model = options.data = None  # do not report paths of this machine
     write_report(options, figures)
     if ranges:
         figures["verify and replay"] = verify_and_replay(run, options.directory, ranges)
@@ -101,7 +101,7 @@ Kill = tuple[float, str]  # time, target
 
 
 def run_training(run: str, options: Any) -> tuple[Lines, list[Kill]]:
-    """Run `penstock train` to its end, and kill its processes meanwhile. Return its lines and the kills."""
+    """Run `penstock train` to its end, and kill its processes during the run. Return its output lines and the kills."""
     words = ["train", "--config", RECIPE, "--run", run, "--store", options.directory / run]
     words += ["--hf-checkpoint", options.model, "--num-rollout", options.rounds]
     words += ["--prompt-data", options.data / "train.jsonl"]
@@ -148,7 +148,7 @@ def start_command(words: list[Any], start: float, lines: Lines, log: TextIO) -> 
 
 
 def plan_kills(number: int, rounds: int, seed: int) -> list[tuple[int, float, str]]:
-    """Return round, seconds after its update, and target of each kill. Some rounds follow each."""
+    """Return (round, seconds after its update, target) of each kill. Some rounds without a kill follow each one."""
     rng = random.Random(seed)
     targets = [KILLS[index % len(KILLS)] for index in range(number)]
     rng.shuffle(targets)
@@ -160,8 +160,8 @@ def plan_kills(number: int, rounds: int, seed: int) -> list[tuple[int, float, st
 
 
 def kill(process: subprocess.Popen[str], target: str) -> bool:
-    """Kill a process of a kind with SIGKILL, and return whether there was one. The driver's children end by themselves
-    while it starts again."""
+    """Kill a process of the kind `target` with SIGKILL, and return whether there was one. The children of a killed
+    driver end by themselves while it is restarted."""
     if target != "driver":
         return kill_one(process.pid, target)
     if process.poll() is not None:
@@ -196,8 +196,8 @@ def describe_kills(kills: list[Kill], updates: list[float]) -> dict[str, Any]:
 
 
 def verify_and_replay(run: str, directory: Path, ranges: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the last line of `penstock verify`, and the verdict of the replay of each round of the ranges and of those
-    from the checkpoint before. All processes run at the same time."""
+    """Return the last line of `penstock verify`, and the verdict of the replay of each round of the ranges, and of the
+    rounds since the checkpoint before each range. All processes run at the same time."""
     where = [run, "--store", str(directory / run)]
     reports = [directory / f"{run}-replay-{first}.json" for first, _ in ranges]
     processes = []

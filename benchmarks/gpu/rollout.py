@@ -4,9 +4,9 @@
         [-- OPTIONS]
     python benchmarks/gpu/rollout.py DIRECTORY --model tiny --response-len 64      # rehearsal on a CPU
 
-OPTIONS are further options of `penstock train`. The stage includes prompts, rewards, shards and commit. The floor is
-the speed of the direct requests: same prompts, groups, sampling parameters and lengths. Order: requests, stage, stage,
-requests, with an empty prefix cache before each.
+OPTIONS are further options of `penstock train`. The stage includes prompts, rewards, shards and commit. The reference,
+called floor in the report, is the speed of the direct requests: same prompts, groups, sampling parameters and lengths.
+Order: requests, stage, stage, requests, with an empty prefix cache before each.
 """
 
 from __future__ import annotations

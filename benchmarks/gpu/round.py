@@ -5,8 +5,8 @@ seconds of each part of a round.
     python benchmarks/gpu/round.py DIRECTORY --model tiny -- --rollout-max-response-len 64       # rehearsal on a CPU
 
 OPTIONS are further options of `penstock train`; the default is 32 prompts x 8 samples of 128 + 512 tokens. The parts
-are medians over the rounds after the second, in which kernels are compiled. The floor of a round is generation, grading
-and training alone. The checkpoint and the export after the last round are reported apart.
+are medians over the rounds after the second, in which kernels are compiled. The floor (lowest possible time) of a round
+is generation, grading and training alone. The checkpoint and the export after the last round are reported apart.
 """
 
 from __future__ import annotations

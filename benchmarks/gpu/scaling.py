@@ -14,8 +14,8 @@ llama      Llama-3.1-8B, 64 x 8 samples of 128 + 4,096 tokens
 apart      4B (1.7B with one GPU for the trainer), half or a quarter of the GPUs for engines, staleness 1 and 2, NCCL
 kills      one trainer rank, one engine and the driver are killed; then audit and replay, bit for bit
 
-Efficiency: seconds x GPUs of the smallest number of GPUs on which the model fits, over seconds x GPUs. The floor of a
-round is generation, grading and training alone; of asynchronous runs the longest of them.
+Efficiency: seconds x GPUs of the smallest number of GPUs on which the model fits, over seconds x GPUs. The floor
+(lowest possible time) of a round is generation, grading and training alone; of asynchronous runs the longest of them.
 """
 
 from __future__ import annotations

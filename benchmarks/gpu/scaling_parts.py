@@ -34,7 +34,7 @@ class Part:
         options: further options of `penstock train`, without those of MEMORY.
         samples: samples of a prompt.
         engine_gpus: GPUs of an engine.
-        note: what distinguishes it from others of the group.
+        note: distinguishes the part from others of its group.
     """
 
     group: str

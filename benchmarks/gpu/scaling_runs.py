@@ -139,8 +139,8 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def make_prefect_home(directory: Path, name: str) -> Path:
-    """Return `directory`/`name`, a copy of the Prefect home `directory`/empty. That one is made by the first call: its
-    database takes longer to create than a run to start, and two servers must not create the same one."""
+    """Return `directory`/`name`, a copy of the Prefect home `directory`/empty. The first call creates `empty`: creating
+    its database takes longer than starting a run, and two servers must not create the same one."""
     empty, home = directory / "empty", directory / name
     if not (empty / "created").exists():
         empty.mkdir(parents=True, exist_ok=True)
@@ -281,7 +281,7 @@ def train_with_kills(run: PartRun) -> dict[str, bool]:
 
 
 def kill_one(driver: int, target: str) -> bool:
-    """Kill one process of a kind with SIGKILL, and return whether there was one. A driver's children end by
+    """Kill one process of the kind `target` with SIGKILL, and return whether there was one. A driver's children end by
     themselves."""
     try:
         process = psutil.Process(driver)

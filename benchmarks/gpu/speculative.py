@@ -5,7 +5,8 @@
 The model has the shape of GLM-4.5 with an MTP layer, cut in depth and width, with random weights that make every token
 predictable from the one before. Its copy "accepted" has an MTP layer that predicts what the model predicts, so that
 nearly all drafts are accepted; the MTP layer of "rejected" is random, so that nearly none is. The speed-ups of the two
-are what speculative decoding can gain and lose; a real MTP layer lies between, where its accepted length says.
+are what speculative decoding can gain and lose; a real MTP layer lies between the two, depending on its accepted
+length.
 
 Floor: the responses need at least as many forward passes of the model as there are verifications, so the speed-up is at
 most the accepted length.

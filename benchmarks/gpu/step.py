@@ -8,7 +8,7 @@ trains the same GRPO round, log-probs and metrics included. Its first loss and g
 variant. `--layout expert=2` starts the ranks that the layout needs, one per GPU.
 
 MFU: 6 x active parameters x tokens plus causal attention, no recomputation, over the data sheet's dense bf16 peak
-(`engines/megatron/parallel.py`). Writes JSON, on a GPU with the TFLOP/s of one large bf16 matrix product beside it.
+(`engines/megatron/parallel.py`). Writes JSON; on a GPU it includes the TFLOP/s of one large bf16 matrix product.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def main() -> int:
         "held out": recorder.held_out,
         "settings of the model": {"model": str(options.model), "data": str(options.data)},
     }
-    options.model = options.data = None  # paths of this machine
+    options.model = options.data = None  # do not report paths of this machine
     write_report(options, figures)
     return 0
 

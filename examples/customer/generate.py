@@ -1,9 +1,9 @@
 """Generate conversations of the model with a customer of a small shop, as in tau-bench (arXiv 2406.12045):
 `--custom-generate-function-path examples/customer/generate.py`.
 
-The model answers the customer or calls tools that change a database. It is trained on its own tokens, not on what
-customer and tools say, and gets reward 1 if the database ends as it should, whatever it says. The customer follows a
-script, or is played by another model if CUSTOMER_BASE_URL is set.
+The model answers the customer or calls tools that change a database. It is trained on its own tokens, not on those of
+customer and tools, and gets reward 1 if the final state of the database is right, whatever the model says. The customer
+follows a script, or is played by another model if CUSTOMER_BASE_URL is set.
 
 Rows have the system message as prompt, and a wish: {"prompt": "...", "metadata": {"wish": {"tool": "cancel", "order":
 "a1"}}}. With "vague": true the customer does not say the number of the order at first.
@@ -44,7 +44,7 @@ async def generate(args, sample, sampling_params, engine):
     messages = [{"role": "system", "content": sample.prompt}, {"role": "user", "content": await customer.say()}]
     for _ in range(args.max_turns):
         reply = await conversation.reply(messages)
-        if sample.status != sample.Status.COMPLETED:  # no room is left, or the round has ended
+        if sample.status != sample.Status.COMPLETED:  # the length limit was reached, or the round has ended
             break
         if calls := reply.get("tool_calls"):
             messages = [
@@ -75,7 +75,7 @@ class Shop:
         return f"{order['item']}, {order['status']}"
 
     def reward(self, wish: dict) -> float:
-        """Return 1 if the database is as the policy wants it after a customer's wish, else 0."""
+        """Return 1 if the database is in the state that the policy demands after a customer's wish, else 0."""
         right = Shop()
         if right.orders[wish["order"]]["status"] == NEEDED[wish["tool"]]:
             right.call(wish["tool"], json.dumps({"order": wish["order"]}))
@@ -83,7 +83,7 @@ class Shop:
 
 
 class ScriptedCustomer:
-    """A customer who says a wish, its order's number if it is not said yet, and goodbye.
+    """A customer who says a wish, then the number of the order if the wish did not contain it, and goodbye.
 
     Args:
         wish: {"tool", "order"}, and optionally "vague": the first message has no number.

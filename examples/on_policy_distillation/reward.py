@@ -1,4 +1,4 @@
-"""A reward that is always 0, so that only the teacher changes the model, and whether the answer is right, to observe:
+"""A reward that is always 0, so that only the teacher changes the model. `right` reports whether the answer is right:
 `--custom-rm-path examples/on_policy_distillation/reward.py --reward-key reward`."""
 
 import re

@@ -6,7 +6,8 @@ it writes `<answer>...</answer>`; a turn with neither is answered with a hint. T
 those of search results and hints are not.
 
 Environment variables: SEARCH_URL is a retrieval server with Search-R1's protocol; without it, the documents of
-SEARCH_CORPUS (default: corpus.jsonl in this directory) are indexed in memory. SEARCH_TOPK (3) is the size of a result.
+SEARCH_CORPUS (default: corpus.jsonl in this directory) are indexed in memory. SEARCH_TOPK (default: 3) is the number of
+documents in a result.
 """
 
 import json
@@ -36,7 +37,8 @@ async def generate(args, sample, sampling_params, engine):
 
 
 async def observe(text: str) -> str | None:
-    """Return what the model reads after its turn `text`: search results or a hint; None if it has answered."""
+    """Return the text to append after the model's turn `text`: search results or a hint; None if the turn is an
+    answer."""
     action = ACTION.search(text)
     if action is None:
         return HINT
@@ -68,7 +70,7 @@ def split_title(contents: str) -> tuple[str, str]:
 
 
 def reward_func(args, sample) -> float:
-    """Return 1 if the last <answer> of the response is one of the right ones up to case, punctuation and articles."""
+    """Return 1 if the last <answer> of the response is a right answer, ignoring case, punctuation and articles."""
     answers = [text for kind, text in ACTION.findall(sample.response) if kind == "answer"]
     return float(bool(answers) and normalize(answers[-1]) in map(normalize, right_answers(sample.label)))
 

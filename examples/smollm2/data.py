@@ -24,8 +24,8 @@ Question = tuple[str, str, str]  # question, worked answer, label
 
 
 def task_class(group: str, name: str) -> Any:
-    """Return the module of a task of reasoning-gym. The package's own `__init__` imports all tasks, and with them ten
-    further packages, which neither task needs: it is replaced by an empty module.
+    """Return the module of a task of reasoning-gym. The package's own `__init__` is replaced by an empty module,
+    because it imports all tasks, and with them ten packages that the two tasks here do not need.
 
     Raises:
         SystemExit: the package is not installed.

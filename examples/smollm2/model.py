@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerFast
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BLOCK = 32  # weights of a block
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-STRING, ARRAY = 8, 9  # further types of metadata values
+STRING, ARRAY = 8, 9  # GGUF's numbers of the types string and array
 CONTROL = 3  # type of a special token
-END = "<|im_end|>"  # of a turn; the file names the token that begins one
+END = "<|im_end|>"  # end token of a turn; the file itself names only the start token
 NAMES = {  # GGUF -> Hugging Face
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",

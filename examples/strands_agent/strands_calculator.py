@@ -35,7 +35,7 @@ def evaluate(node) -> int:
 
 
 def solve(base_url: str, api_key: str, question: str) -> str:
-    """Return the model's answer to a question. Strands runs the tools; an error of a tool is told to the model."""
+    """Return the model's answer to a question. Strands runs the tools, and sends their errors to the model."""
     model = OpenAIModel(client_args={"base_url": base_url, "api_key": api_key}, model_id="policy")
     # Without a conversation manager the history is never shortened: a shortened one would become another sample.
     agent = Agent(model, tools=[calculate], callback_handler=None, conversation_manager=NullConversationManager())

@@ -1,5 +1,5 @@
-"""An environment of the `verifiers` package, and a program that runs its rollouts for others. It does not depend on
-Penstock and runs in a virtual environment of its own, because verifiers needs a newer `openai` than SGLang.
+"""An environment of the `verifiers` package, and a program that runs its rollouts for other processes. It does not
+depend on Penstock and runs in a virtual environment of its own, because verifiers needs a newer `openai` than SGLang.
 
     python environment.py rows     print the prompts as JSONL for --prompt-data
     python environment.py serve    read {"id", "example", "base_url", "api_key"} from stdin, one per line, and print

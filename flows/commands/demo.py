@@ -43,10 +43,11 @@ from penstock.storage.store import Store
 PENSTOCK = (sys.executable, "-m", "penstock")
 POLL_SECONDS = 0.2
 EQUAL = "equal bit for bit"
-TARGETS: dict[str, Callable[[str], bool]] = {  # in the order of the kills: what -> whether a command line is that
-    "engine": lambda command: engine_backend().start_check()[0][0] in command,  # its launcher
+# in the order of the kills: target -> whether a command line belongs to it
+TARGETS: dict[str, Callable[[str], bool]] = {
+    "engine": lambda command: engine_backend().start_check()[0][0] in command,  # the engine's launcher
     "trainer": lambda command: command.startswith("ray::TrainActor"),
-    "driver": lambda command: False,  # the process itself
+    "driver": lambda command: False,  # the demo's own process
 }
 KILLED = {"engine": "the inference engine", "trainer": "the trainer", "driver": "the driver, and started it again"}
 
@@ -75,11 +76,13 @@ def main(argv: list[str]) -> int:
     """Parse the demo's options and run it. Return the exit code."""
     parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
-    parser.add_argument("--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill its own)")
+    parser.add_argument(
+        "--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill another one)"
+    )
     about_rounds = f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
     parser.add_argument("--num-rollout", type=int, help=about_rounds)
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
-    about_kill = "kill engine, trainer and driver meanwhile, then replay every round"
+    about_kill = "kill the engine, the trainer and the driver during the run, then replay every round"
     parser.add_argument("--kill", action="store_true", help=about_kill)
     if {"--help", "-h", "--help-all"} & {*argv}:
         parser.print_help()
@@ -90,7 +93,7 @@ def main(argv: list[str]) -> int:
             raise OptionError(f"{name} takes an integer from 0 to {2**32 - 1}; found {value}")
     directory = options.directory or Path(f"{DIRECTORY}-kill" if options.kill else DIRECTORY)
     if options.kill and options.num_rollout is not None and options.num_rollout < 4:
-        raise OptionError(f"--kill needs at least 4 rounds; found --num-rollout {options.num_rollout}")
+        raise OptionError(f"--kill needs at least 4 rounds; found --num-rollout {options.num_rollout}: give 4 or more")
     if options.fresh:
         remove_demo(directory)
     if options.kill:
@@ -219,7 +222,7 @@ def export_directory(config: PostTrainConfig) -> Path:
 
 # ---- penstock demo --kill --------------------------------------------------------------------------------------------
 #
-# The demo runs in a process of its own, whose output is printed here. Nothing in it knows of the kills.
+# The demo runs in a process of its own, whose output is printed here. The demo itself has no code for the kills.
 
 
 class DemoProcess:
@@ -255,7 +258,7 @@ class DemoProcess:
             victims = [driver] if target == "driver" else victims
             for victim in victims:
                 victim.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:  # it has ended by itself
+        except psutil.NoSuchProcess:  # the process has ended by itself
             return []
         if target == "driver":
             self._process.wait()
@@ -280,8 +283,8 @@ def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
     done = num_trained(store, keys)
     if done >= kills["engine"]:
         raise OptionError(
-            f"the demo in {directory} has trained {done} of {num_rollout} rounds, and its first kill comes after "
-            f"{kills['engine']}: add --fresh, or give another --directory"
+            f"the demo in {directory} has already trained {done} of {num_rollout} rounds, but the first kill is due "
+            f"after round {kills['engine']}: add --fresh, or give another --directory"
         )
     words = ("--directory", str(directory), "--seed", str(seed), "--num-rollout", str(num_rollout))
     demo = DemoProcess([*PENSTOCK, "demo", *words], console)
@@ -326,7 +329,7 @@ def num_trained(store: str, keys: RunKeys) -> int:
     """Return the number of trained rounds of a run; 0 if the store does not exist yet."""
     try:
         return len(Store(store, probe=False).committed_indices(f"{keys.prefix}/steps"))
-    except (PenstockError, OSError):  # it is being created
+    except (PenstockError, OSError):  # the store is being created
         return 0
 
 

@@ -34,9 +34,9 @@ penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `pen
                 [--num-gpus N] [--num-gpus-per-node N]
 penstock doctor --ports
 
-  Checks the installation, whether Megatron-core and the engine start, the machine, and how to fix problems.
-  Then it prints what is missing for each planned use (the demo, one GPU, several nodes, S3, an MLflow server) and the
-  command that adds it, or the command that starts the use. Exit code 1: a check failed.
+  Checks the installation, whether Megatron-core and the engine start, and the machine; prints how to fix problems.
+Then it prints, for each planned use (the demo, one GPU, several nodes, S3, an MLflow server), what is missing and
+the command that adds it or, if nothing is missing, the command to run. Exit code 1: a check failed.
 
   --store, --ray-address, --mlflow-tracking-uri   the services that you plan to use: they are contacted, and count as
                        checks. --store-options and --store-single-writer as in `penstock train`
@@ -45,9 +45,9 @@ penstock doctor --ports
 
   --plan               estimate the memory per GPU of a run with these options, without starting it; no GPU is needed,
                        and of DIR only config.json is read. Exit code 1: the run does not fit
-  --gpu-memory-gib     memory of a GPU; default: of this machine's GPUs, or 80 without any
+  --gpu-memory-gib     memory of a GPU; default: that of this machine's GPUs, or 80 if it has none
   --num-gpus           plan for this number of GPUs, summed over all machines, instead of --actor-num-nodes x
-                       --actor-num-gpus-per-node (the trainer gets those that --rollout-num-gpus leaves)
+                       --actor-num-gpus-per-node (the trainer gets the GPUs not in --rollout-num-gpus)
   --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
 SETUP = f"run `{penstock_command()} setup`"

@@ -90,7 +90,7 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
     `restart_data`: the fork reads its prompt data from the first row again. Return how many commits of each kind are
     shared, as text."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    # Otherwise the fork shares nothing: version 0, its checkpoint and its evaluations are those of the parent's model.
+    # A fork at round 0 with other initial weights shares nothing: the parent's version 0 is another model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
     entry = make_parent_record(store, parent, config, at_round, restart_data)
     check_fork_can_publish(config.flow, config, entry)
@@ -101,8 +101,8 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
     if not store.read(new.record):
         lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
         try:
-            # `penstock gc` may have removed the unfinished fork before the lease existed. First whether it does so now:
-            # a removal that ends between the two checks is found by the second one.
+            # `penstock gc` may have removed the unfinished fork before the lease existed. Check first whether a removal
+            # is in progress: if it ends between the two checks, the second check finds it.
             is_being_removed = describe_removing_process(store, new) is not None
             if is_being_removed or is_removed(store, new) or not store.exists(unfinished_fork_key(new)):
                 raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
@@ -122,7 +122,7 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
 
 
 def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> Plan:
-    """Return the plan of a fork: what the parent has decided, with the options given on the command line."""
+    """Return the plan of a fork: the parent's final options, replaced by those given on the command line."""
     if "run" in parse_values(argv).get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
     config = update_config_from_argv(parent, argv)
@@ -141,7 +141,7 @@ def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[s
     ):
         problem = (
             f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
-            "have them: keep them, fork at round 0, or export the run and start a new one with --load"
+            "were trained with them: keep them, fork at round 0, or export the run and start a new one with --load"
         )
     elif (rounds := config.run.num_rollout) < at_round:
         problem = f"--num-rollout {rounds} is less than the {at_round} shared rounds: give at least {at_round}"
@@ -151,8 +151,8 @@ def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[s
 
 
 def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
-    """Return the options that differ between parent and fork: (name, value of the parent, value of the fork). The name
-    and the store, which both share, are not among them; a path may be written in another way."""
+    """Return the options that differ between parent and fork: (name, value of the parent, value of the fork). The run's
+    name and the store are left out, and a path counts as equal if it is only written differently."""
     before, after = (
         with_absolute_paths(each).model_dump(mode="json", exclude={"run": {"run", "store", "store_options"}})
         for each in (parent, config)
@@ -193,7 +193,7 @@ def make_parent_record(
 
 def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options on which groups in the buffer of a rollout depend: their number of samples, their responses
-    and rewards, and what the trainer reads with them."""
+    and rewards, and other data that the trainer reads with them."""
     options = options_by_mutability(config, "identity")
     train = {f"train.{name}" for name in ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_teacher_load")}
     return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
@@ -223,7 +223,7 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> Non
         )
     if existing is None:
         if store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
-            raise RunError(f"{store.path(new.prefix)} contains files that belong to no fork: give another --name")
+            raise RunError(f"{store.path(new.prefix)} contains files that do not belong to a fork: give another --name")
         store.create(unfinished_fork_key(new), fork_record.model_dump_json(indent=1).encode())
         existing = store.read_record(ForkRecord, unfinished_fork_key(new)) or read_run_record(store, new)
     if existing is None or any(getattr(existing, name) != value for name, value in fork_record):
@@ -244,10 +244,10 @@ def _fork_shares_commit(parent: RunKeys, prefix: str, at_round: int) -> bool:
 def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int) -> None:
     """Copy the commit records of the shared rounds, and the records of the models that parent and fork start with."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    for version in store.committed_indices(f"{new.prefix}/checkpoints"):  # of a killed fork
+    for version in store.committed_indices(f"{new.prefix}/checkpoints"):  # copied by an earlier attempt that was killed
         original, copy = (store.committed(keys.checkpoint_prefix(version)) for keys in (old, new))
         if copy is not None and (original is None or original.attempt != copy.attempt):
-            # The original has expired, and its files may be gone.
+            # The original has expired, and its files may have been deleted.
             store.delete([commit_key(new.checkpoint_prefix(version))])
     prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
     map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
@@ -280,5 +280,5 @@ def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: 
     existing = store.commit(target, copy)
     assert existing.model_dump_json() == copy.model_dump_json(), f"{target} differs although this fork owns the name"
     if commit.kind == "checkpoint" and store.committed(prefix) is None:
-        # The checkpoint expired while it was copied, and its files may be gone: remove the copy.
+        # The checkpoint expired while it was copied, and its files may have been deleted: remove the copy.
         store.delete([commit_key(target)])

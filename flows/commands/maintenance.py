@@ -2,8 +2,8 @@
 
 storage/maintenance/ does the checks and decides what is removable; this file parses the requests and prints tables.
 Outside the store, `gc` removes only files of dead processes that are provably unused: temporary directories
-(engines/scratch.py); Ray's session folders in /tmp/ray, where they are if TMPDIR is too long for Ray, if their driver
-(the pid in the folder's name) is dead; files of engines and torch in /dev/shm that no process has mapped.
+(engines/scratch.py); Ray's session folders whose driver (the pid in the folder's name) is dead, also in /tmp/ray, where
+Ray creates them if TMPDIR is too long; files of engines and torch in /dev/shm that no process has mapped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def verify_main(argv: list[str]) -> int:
     seconds = time.monotonic() - start
     commits = ", ".join(f"{count} {kind}" for kind, count in sorted(result.num_commits.items())) or "none"
     expired = f"; {result.num_expired} checkpoints have expired" if result.num_expired else ""
-    off_policy = f"{result.num_off_policy} rollouts of the start weights (--debug-rollout-only)"
+    off_policy = f"{result.num_off_policy} rollouts generated with the initial weights (--debug-rollout-only)"
     unused = f"{result.num_orphans} files, {format_bytes(result.orphan_bytes)}: harmless; `penstock gc` lists them"
     print(f"{run} in {store.uri}")
     for title, text, is_shown in (

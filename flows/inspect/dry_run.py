@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4  # id, mask, log-probs of engine and trainer, advantage; before compression
 BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
-MOMENTS_AND_MAIN_WEIGHT = {"bf16": 12, "fp32": 8}  # Adam's moments, and fp32 weights beside those in bf16
+MOMENTS_AND_MAIN_WEIGHT = {"bf16": 12, "fp32": 8}  # bytes per parameter: Adam's moments, with bf16 also fp32 weights
 MAX_ERROR = 50  # characters of the error of a test response, which a warning below shows as a whole
 MAX_PROMPT = 400  # characters of the first prompt
 Row = tuple[str, str]
@@ -115,7 +115,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
         print(f"warning: {warning}")
     absent = [flag + f" {path}" + " does not exist here" * flag.startswith("--") for flag, path in missing]
     if absent:
-        print(f"not ready here: {'; '.join(absent)}; everything that does not need this was checked")
+        print(f"not ready here: {'; '.join(absent)}; everything else was checked")
     else:
         place = "" if visible_gpu_bytes() or config.run.ray_address else ", on the CPU: this machine has no GPU"
         print(f"ready: the same command without --dry-run starts the run{place}")
@@ -150,7 +150,7 @@ def example_rows(
         pieces = split_first_conversation(rollout, tokenizer)
         marked = [f"«{_shorten(text)}»" if is_trained else _shorten(text) for text, is_trained in pieces]
         yield "first row", "".join(marked)[: 4 * MAX_PROMPT]
-        yield "", "what is trained stands in « »"
+        yield "", "tokens between « and » are trained"
         return
     text, label = render_first_prompt(rollout, tokenizer)
     yield "first prompt", short_repr(text, MAX_PROMPT)
@@ -177,7 +177,8 @@ def check_model(flow: Flow, config: PostTrainConfig) -> ModelShape:
         engine_backend(options.engine).check_sharding(options, shape)
         draft = config.engine_facts.draft_model
         draft_is_missing = any(path == draft for _, path in missing_files(config))
-        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
+        # a check looks up MTP layers in the weight files
+        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):
             engine_backend(options.engine).check_options(options)
     check_lengths(flow, config, shape)
     if has_weights(config):
@@ -300,11 +301,11 @@ def describe_engines(config: PostTrainConfig) -> str:
     number, size = options.num_engines_to_start(has_gpus=True), rollout.rollout_num_gpus_per_engine
     place = "on GPUs of their own" if options.num_gpus is not None else "on the trainer's GPUs"
     turns = ", in turns with the trainer" if config.run.alternates_trainer_and_engines else ""
-    return f"{number} of {size} GPUs, {place}{turns} (without GPUs: {options.num_engines})"
+    return f"{number} x {size} GPUs, {place}{turns}; on a machine without GPUs: {options.num_engines}"
 
 
 def describe_weights(config: PostTrainConfig) -> str:
-    """Return the format of the weights that the engines serve: that of the files of --hf-checkpoint."""
+    """Return the format of the weights that the engines serve, as found in the files of --hf-checkpoint."""
     path = Path(config.convert.hf_checkpoint).expanduser()
     dtypes = Counter[str]()
     for tensor in stored_tensors(path, weight_files(path)).values():

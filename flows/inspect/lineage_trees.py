@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         found = f"; found {short_repr(' '.join(positional))}" if positional else ""
         raise OptionError(f"penstock lineage needs one reference{found}: {REFERENCES}")
     if len(own) > 1:
-        raise OptionError("--json and --dot exclude each other: give one of them")
+        raise OptionError("--json and --dot cannot be combined: give one of them")
     store = open_store(parse_store_options(rest, "lineage"), probe=False)
     graph = read_lineage(store)
     node = find_node(graph, store, positional[0])
@@ -112,7 +112,7 @@ def _add_users(graph: LineageGraph, tree: Tree, node: Node) -> None:
     started = set()  # runs whose rounds are shown from their first use of `node` on
     users = _users(graph, node)
     for user in (user for user in users if not _is_below_other(user, users)):
-        if user.kind == "rollout":  # of a prompt file or a policy: shown with the step that trained on it
+        if user.kind == "rollout":  # made from a prompt file or a policy; shown with its step
             user = next((step for step in _users(graph, user) if step.kind == "step"), user)
         if user.kind != "step":
             branch = tree.add(_label(user))
@@ -164,7 +164,7 @@ def _inputs(graph: LineageGraph, node: Node, role: str) -> list[Node]:
 
 
 def describe(node: Node) -> str:
-    """Return what is known of an artifact in a few words: size, reward, time."""
+    """Return a short description of an artifact: size, reward, time."""
     commit = node.commit
     if commit is None:
         return "outside of the store"

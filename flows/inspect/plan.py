@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str, str]) -> None:
     """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus and the teacher's engine
-    leave. `values` (section -> option -> value) are updated in place."""
+    do not use. `values` (section -> option -> value) are updated in place."""
     if "--num-gpus-per-node" in flag_values:
         per_node = _parse_positive_integer("--num-gpus-per-node", flag_values["--num-gpus-per-node"])
         values.setdefault("run", {})["num_gpus_per_node"] = per_node
@@ -82,7 +82,7 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:
         beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
-        raise OptionError(f"--num-gpus {total} leaves no GPU for the trainer beside {beside}: raise --num-gpus")
+        raise OptionError(f"--num-gpus {total} leaves no GPU for the trainer besides {beside}: raise --num-gpus")
     own_per_node = flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
     per_node = _parse_positive_integer("--num-gpus-per-node", own_per_node)
     if trainer % per_node:
@@ -94,7 +94,7 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
 
 
 def plan_fits(plan: GpuPlan) -> bool:
-    """Return whether the run fits: the peak memory into a GPU, and the weights of engine and teacher into the engine's
+    """Return whether the run fits: the peak memory fits a GPU, and the weights of engine and teacher fit the engine's
     share of the GPU."""
     too_large = any(engine and engine.weight_bytes >= engine.static_bytes for engine in (plan.engine, plan.teacher))
     return plan.peak_bytes <= plan.gpu_bytes and not too_large

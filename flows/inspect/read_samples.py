@@ -83,7 +83,7 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
     """Parse the command's own options."""
     for a, b in (("--round", "--rounds"), ("--worst", "--best"), ("--eval", "--round"), ("--eval", "--rounds")):
         if a in own and b in own:
-            raise OptionError(f"{a} and {b} exclude each other: give one of them")
+            raise OptionError(f"{a} and {b} cannot be combined: give one of them")
     if "--versions" in own and "--eval" not in own:
         raise OptionError("--versions needs --eval DATA_SET; for samples of training give --rounds")
     name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")

@@ -91,13 +91,13 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
     return build_page(overview, samples, read_token_texts(store, record, commits, sorted(samples.token_ids)))
 
 
-# ---- what storage does not know --------------------------------------------------------------------------------------
+# ---- values from layers above storage --------------------------------------------------------------------------------
 
 
 def option_rows(config: dict[str, Any]) -> list[OptionRow]:
     """Return all options of a recorded config with their values and defaults, in the order of `list_options`.
 
-    The default is what a run gets that gives only its name and model: some defaults are derived from other options.
+    The default is the value in a run for which only name and model are given: some defaults are derived from others.
     """
     minimal = derive(validate_config({})).model_dump(mode="json")
     rows = []
@@ -122,8 +122,8 @@ def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, 
 def read_token_texts(
     store: Store, record: RunRecord, commits: Sequence[Commit], token_ids: Sequence[int]
 ) -> dict[int, str]:
-    """Return id -> text of tokens, which shards do not contain, by the tokenizer of the newest export or of the run's
-    model; {} without one."""
+    """Return the texts of tokens (id -> text), which shards do not contain, from the tokenizer of the newest export or
+    of the run's model; {} if there is no tokenizer."""
     exports = [commit for commit in commits if commit.kind == "export"]
     for commit in exports[-1:]:
         if f"{commit.attempt}/tokenizer.json" in [file.path for file in commit.files]:
@@ -136,7 +136,7 @@ def read_token_texts(
 
 
 def decode_tokens(path: Path, token_ids: Sequence[int]) -> dict[int, str]:
-    """Return id -> text for ids with a text of their own; ids of single bytes of a character have none."""
+    """Return id -> text for ids with a text of their own; tokens that are single bytes of a character have none."""
     from tokenizers import Tokenizer
 
     try:

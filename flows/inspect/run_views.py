@@ -1,4 +1,4 @@
-"""`penstock runs`, `show` and `cost`: a table of runs, a run on one screen, and what it has cost. Writes nothing."""
+"""`penstock runs`, `show` and `cost`: a table of runs, a run on one screen, and the cost of a run. Writes nothing."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ def print_run(store: Store, keys: RunKeys) -> None:
 
 
 def curve_rows(commits: Sequence[Commit]) -> dict[str, Text]:
-    """Return a curve for each number of a round's line (docs/metrics.md) that has not always been the same, and one for
-    the seconds of rollout and training, which commits record (not those of weight updates): label -> curve, first and
-    last number."""
+    """Return a curve for each number in the printed line of a round (docs/metrics.md) that is not constant, and one for
+    the seconds of rollout and training (commits do not record those of weight updates): label -> curve, first and last
+    number."""
     numbers: dict[int, dict[str, float]] = {}
     for commit in sorted(commits, key=lambda commit: commit.index):
         if commit.kind in ("rollout", "step"):
@@ -197,8 +197,8 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
 
 
 def link_of_start(start: Start) -> str:
-    """Return a link to the Prefect page of a start: on the server that it used or, if that has ended, on a server of
-    this user that shows its flow run now; "" if no server that answers has it."""
+    """Return a link to the Prefect page of a start: on the server that the start used or, if that server has ended, on
+    another server of this user that shows the flow run; "" if there is none."""
     origin, _, flow_run = start.flow_run.rpartition("/runs/flow-run/")
     flow_run = flow_run if origin else start.flow_run
     own = [f"http://{HOST}:{port}" for port in ports_with_login()]
@@ -284,7 +284,7 @@ def print_stages(costs: RunCosts, price: float | None) -> None:
         print(f"{costs.kept_samples:,} samples trained, {per_sample:.4f} device-seconds each")
     for version, seconds in costs.checkpoints.items():
         energy = f", {costs.checkpoint_joules[version]:,.0f} J" if version in costs.checkpoint_joules else ""
-        print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the one before")
+        print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the previous one")
     if costs.joules:
         of_stages = ", ".join(f"{stage} {joules:,.0f} J" for stage, joules in costs.joules.items())
         each = f", {metrics['cost/joules_per_kept_sample']:,.1f} J per sample" if costs.kept_samples else ""

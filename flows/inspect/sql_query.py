@@ -100,7 +100,7 @@ def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_sql(positional: Sequence[str], file: str | None) -> str | None:
     """Return the SQL of the command line, of a file or of standard input. None if none is given."""
     if len(positional) + (file is not None) > 1:
-        raise OptionError("penstock query takes one SQL text, in quotes, or --file; found more: pass only one")
+        raise OptionError("penstock query takes one SQL text, in quotes, or --file; found several: pass one of them")
     if file is None and not positional:
         return None
     try:
@@ -116,7 +116,8 @@ def read_sql(positional: Sequence[str], file: str | None) -> str | None:
 
 
 def aggregates_without_run(connection: duckdb.DuckDBPyConnection, sql: str) -> bool:
-    """Return whether SQL computes an aggregate over a view with the column `run`, except `runs`, and never names it."""
+    """Return whether the SQL aggregates over a view that has the column `run` (except the view `runs`) without naming
+    that column."""
     sql = re.sub(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", " ", sql, flags=re.S).lower()
     aggregates = "select distinct function_name from duckdb_functions() where function_type = 'aggregate'"
     calls = {name for (name,) in connection.cursor().execute(aggregates).fetchall()} & set(

@@ -35,8 +35,8 @@ from penstock.storage.web.login import page_link
 USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
 
   Sends the commits of runs to a tracker again, from the store alone: after a tracker's database was lost, or to another
-  server. The command can be repeated. Changes nothing in the store, except for files of a tracker that are there by
-  default. Metrics that are not in commits (waiting times, queue depth) cannot be restored.
+  server. The command can be repeated. Changes nothing in the store, except files of a tracker if they are in the store.
+  Metrics that are not in commits (waiting times, queue depth) cannot be restored.
 
   --to TRACKER         mlflow, tensorboard or wandb
   --tracking-uri URI   with --to mlflow: server or database; default: as recorded by the run, see docs/tracking.md
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     if "--tracking-uri" in own and to != "mlflow":
         raise OptionError(f"--tracking-uri has no effect with --to {to}: leave it out")
     of_tracker = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
-    argv_of: dict[bool, list[str]] = {True: [], False: []}  # whether a flag is the tracker's -> its arguments
+    argv_of: dict[bool, list[str]] = {True: [], False: []}  # whether flags belong to the tracker -> their arguments
     for name, values in split_flags(rest):
         argv_of[name in of_tracker] += [name, *values]
     given = parse_values(argv_of[True]).get("run", {})
@@ -74,7 +74,9 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
     """Send a run's commits to a tracker, and print what was sent. Return the number of refused records."""
     record = read_existing_record(store, keys)
     if to == "wandb" and (drivers := describe_live_drivers(store, keys)):
-        raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")
+        raise RunError(
+            f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until that process ends"
+        )
     records = _records_of_run(store, keys, record)
     uri, cls = _tracking_uri(store, record, to, given), TRACKERS[to].tracker
     num_traces = given.get("mlflow_trace_samples")  # validated by `_tracking_uri`
@@ -92,14 +94,14 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
     points = sum(len(metric_points(record)) for record in records)
     page = page_link(tracker.page or redact(uri))
     print(f"{keys.run}: {commits} commits with {points} metric values are in {cls.name}: {page}")
-    print("  without the metrics that are not in commits (waiting times, queue depth, weight updates)")
+    print("  not sent: metrics that are not in commits (waiting times, queue depth, weight updates)")
     for refused_record, reason in refused[:_MAX_SHOWN]:
         print(f"  refused by {cls.name}: {redact(f'{refused_record.key}: {reason}')[:300]}", file=sys.stderr)
     return len(refused)
 
 
 def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
-    """Return the names of the runs to send, the oldest first, so that a tracker has a run before its forks."""
+    """Return the names of the runs to send, the oldest first, so that a tracker receives a run before its forks."""
     if all_runs == bool(names):
         raise OptionError("penstock track needs the names of runs, or --all instead; `penstock runs` lists them")
     runs = [check_run_name(name) for name in names]
@@ -115,7 +117,8 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
     """Return the URI of the tracker `to`, from the options in the run's record and those on the command line."""
     recorded = record.config.get("run", {})
     values = {name: recorded[name] for name in TrackerOptions.model_fields if name in recorded} | given
-    values |= {name: True for name in TrackerOptions.model_fields if name.startswith("use_")}  # they allow all options
+    # switches that make all options valid
+    values |= {name: True for name in TrackerOptions.model_fields if name.startswith("use_")}
     run = with_absolute_paths(validate_config({"run": values})).run
     if to == "mlflow":
         check_url("--tracking-uri", run.mlflow_tracking_uri, MLFLOW)

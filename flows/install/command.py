@@ -1,11 +1,11 @@
 """`penstock setup`: install in the active environment what the wheel of Penstock cannot install by itself.
 
-A wheel cannot declare an order of installation or packages without their dependencies, which a machine without CUDA
-needs: torch comes first and alone (its CPU wheel), then everything with ordinary dependencies, then the packages whose
-pins would pull CUDA builds, without dependencies. torchvision must not be in site-packages (the registry's wheel is a
-CUDA build whose operators break every model import of transformers): it gets a folder of its own that only SGLang's
-server has on its path. Each step looks first at what is installed, so the command continues where an interrupted one
-has stopped; downloads and their repetition are pip's.
+A wheel can declare neither the order of installation nor packages to install without their dependencies. A machine
+without CUDA needs both: torch comes first and alone (its CPU wheel), then everything with ordinary dependencies, then
+the packages whose pins would pull CUDA builds, without dependencies. torchvision must not be in site-packages (the
+registry's wheel is a CUDA build whose operators break every model import of transformers): it gets a folder of its own
+that only SGLang's server has on its path. Each step first checks which packages are installed, so the command continues
+where an interrupted one stopped. pip downloads the packages and retries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [
   It continues after an interruption; finished steps are skipped, and pip repeats broken downloads.
 
   --cpu, --cuda   which engines to install; default: CUDA if nvidia-smi lists a GPU
-  --with EXTRAS   optional parts, separated by commas; default s3,query. There are s3, gs, az (stores), query
+  --with EXTRAS   optional parts, separated by commas; default s3,query. Names: s3, gs, az (stores), query
                   (penstock query), wandb, tensorboard, cluster (ray job submit), docs, test, dev
   --torch-index URL   package index for torch and torchvision only, such as PyTorch's index of CPU builds
   --check         print what is missing and install nothing; exit code 1 if something is"""
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     if unknown := positional + rest:
         raise OptionError(f"penstock setup does not take {short_repr(unknown[0])}: see penstock setup --help")
     if "--cpu" in own and "--cuda" in own:
-        raise OptionError("--cpu and --cuda exclude each other: give one of them, or none to detect CUDA")
+        raise OptionError("--cpu and --cuda cannot be combined: give one of them, or none to detect CUDA")
     if find_spec("pip") is None:
         raise InstallError(f"{sys.executable} has no pip: run {sys.executable} -m ensurepip, then repeat the command")
     source = checkout()
@@ -248,11 +248,14 @@ def run_step(step: Step, log: Path) -> None:
         run_pip(("--no-deps", "--ignore-installed", *pinned), log)
     run_pip(step.arguments, log)
     if missing := step.missing():
-        raise InstallError(f"pip has finished, but this is still missing: {'; '.join(missing[:5])}; its log is {log}")
+        raise InstallError(
+            f"pip has finished, but these are still missing: {'; '.join(missing[:5])}; see its log {log}"
+        )
 
 
 def run_pip(arguments: Sequence[str], log: Path) -> None:
-    """Run `pip install` with `arguments`. Append its output to `log`, and print the log's last line now and then."""
+    """Run `pip install` with `arguments`. Append its output to `log`, and print the last line of the log every
+    REPORT_INTERVAL seconds."""
     command = [sys.executable, "-m", "pip", "install", *arguments]
     with log.open("ab") as out:
         start = out.tell()
@@ -263,7 +266,7 @@ def run_pip(arguments: Sequence[str], log: Path) -> None:
                 process.wait(REPORT_INTERVAL)
             except subprocess.TimeoutExpired:
                 print(f"\n    {_printed_lines(log, start)[-1][:100]} ...", end="", flush=True)
-    except BaseException:  # Ctrl-C: pip does not continue alone
+    except BaseException:  # Ctrl-C: stop pip, too
         process.terminate()
         process.wait()
         raise
@@ -271,7 +274,7 @@ def run_pip(arguments: Sequence[str], log: Path) -> None:
     if process.returncode:
         lines = _printed_lines(log, start)
         reason = ([line for line in lines if line.lower().startswith("error")] or lines)[-1][:160]
-        raise InstallError(f"pip failed: {reason}; its log is {log}. Finished downloads are kept: repeat the command")
+        raise InstallError(f"pip failed: {reason}; see its log {log}. Finished downloads are kept: repeat the command")
 
 
 def _printed_lines(log: Path, start: int) -> list[str]:
@@ -300,7 +303,7 @@ def read_lock(path: Path) -> dict[str, str]:
 def checkout() -> Path | None:
     """Return the checkout that this module belongs to; None in an installed wheel."""
     root = Path(penstock.__file__).resolve().parents[1]
-    project = root / "pyproject.toml"  # careless packages put theirs into site-packages
+    project = root / "pyproject.toml"  # some packages wrongly install a pyproject.toml into site-packages
     return root if project.is_file() and f'name = "{PROJECT}"' in project.read_text(encoding="utf-8") else None
 
 
@@ -346,8 +349,8 @@ def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mappi
 
 
 def installation_problem(name: str, specifier: str, pin: str | None = None) -> str:
-    """Return how the installation of a package differs from what is needed ("ray: not installed"): from the required
-    versions (">=2.60,<3"; "" for any), and from the version in the lock file. Return "" if it does not."""
+    """Return how the installed package differs from the required versions (`specifier`: ">=2.60,<3", or "" for any) or
+    from the version in the lock file (`pin`), for example "ray: not installed"; "" if it does not differ."""
     installed = find_distribution(name)
     if installed is None:
         return f"{name}: not installed"

@@ -70,7 +70,7 @@ class Use:
     lacks: list[Lack] = field(default_factory=list)
 
     def needs(self, fulfilled: object, found: str, remedy: str) -> None:
-        """Add what is missing, unless it is fulfilled."""
+        """Record that something is missing, and how to add it, unless the condition `fulfilled` holds."""
         if not fulfilled:
             self.lacks.append(Lack(found, remedy))
 
@@ -116,7 +116,7 @@ def check_several_nodes(targets: Targets) -> Use:
     use.needs(connected, "no network interface besides loopback", "connect the machine to the nodes' network")
     if targets.ray_address is None:
         remedy = f"ray start --head --port 6379; {penstock_command()} doctor --ray-address HOST:6379"
-        use.needs(False, "no Ray cluster named", remedy)
+        use.needs(False, "no Ray cluster was given", remedy)
     else:
         problem = ray_problem(targets.ray_address)
         remedy = f"ray start --head --port 6379  # there; ray start --address {address} on the others"
@@ -139,7 +139,7 @@ def check_s3(targets: Targets) -> Use:
             remedy = "check the bucket and the credentials; for other servers: --store-options endpoint_url=URL"
             use.lacks.append(Lack(str(error)[:200], remedy))
     elif not has_credentials():
-        remedy = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...  # unless the machine has a role"
+        remedy = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...  # unless the machine has an IAM role"
         use.lacks.append(Lack("no credentials in the environment or ~/.aws", remedy))
     return use
 
@@ -155,7 +155,7 @@ def check_mlflow_server(targets: Targets) -> Use:
         use.needs(not problem, problem, f"{server}  # there")
     else:
         remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
-        use.needs(False, "MLFLOW_TRACKING_URI names no server", remedy)
+        use.needs(False, "MLFLOW_TRACKING_URI does not name a server", remedy)
     return use
 
 
@@ -193,7 +193,7 @@ def shared_memory() -> int:
 
 
 def has_credentials() -> bool:
-    """Return whether AWS credentials are in the environment or in ~/.aws. The role of a machine is not asked for."""
+    """Return whether AWS credentials are in the environment or in ~/.aws. A role of the machine is not looked up."""
     named = any(os.environ.get(name) for name in CREDENTIALS)
     return named or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
 

@@ -1,4 +1,4 @@
-"""Decide whether a run's engines get adapters or merged weights (--lora-publish)."""
+"""Decide whether a run's engines get LoRA adapters or merged weights (--lora-publish)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: ParentRecord | None) -> EngineOptions:
-    """Return the engine options with the adapters that the engines load; unchanged if they get weights.
+    """Return the engine options with the adapters that the engines load; unchanged if the engines get merged weights.
 
     Args:
         options: options of the engines.
@@ -50,7 +50,7 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
 
 
 def calls_engines_itself(config: PostTrainConfig) -> bool:
-    """Return whether user-defined functions generate, which may send requests to the engines without an adapter."""
+    """Return whether user-defined functions generate: their requests to the engines may not name an adapter."""
     rollout = config.rollout
     paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
     return any(path not in (None, BUILT_IN_EVALUATION) for path in paths)
@@ -68,7 +68,7 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
     if run.update_weight_transport == "nccl":
         return "adapters cannot be broadcast (--update-weight-transport nccl)"
     if run.check_weight_update_equal and run.update_weight_transport == "disk":
-        return "engines compare adapters for --check-weight-update-equal only over --update-weight-transport tensor"
+        return "engines can compare adapters (--check-weight-update-equal) only with --update-weight-transport tensor"
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     targets = adapter_targets(shape, lora.lora_target_modules)
     return engine_backend(options.engine).reason_against_adapters(
@@ -77,7 +77,8 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
 
 
 def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:
-    """Return a sentence about the base of the adapters, if it is not the model with whose weights engines start."""
+    """Return a sentence about the base model of the adapters if it differs from the model that engines load at their
+    start, else None."""
     ancestor = fully_trained_ancestor(parent)
     start = f"the weights that run {ancestor} has trained" if ancestor else config.start_weights
     if start == config.convert.hf_checkpoint:
@@ -86,7 +87,7 @@ def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) ->
 
 
 def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRecord) -> None:
-    """Check that a fork with --lora-publish adapter trains its adapters on the model with which engines start.
+    """Check that a fork with --lora-publish adapter trains its adapters on the model that engines load at their start.
 
     Args:
         flow: flow of the fork.
@@ -100,7 +101,7 @@ def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRe
 
 
 def _adapters_error(reason: str) -> OptionError:
-    return OptionError(f"--lora-publish adapter is not possible: {reason}; use merged")
+    return OptionError(f"--lora-publish adapter is not possible: {reason}; use --lora-publish merged")
 
 
 def adapter_of_version(
@@ -122,9 +123,8 @@ def adapter_of_version(
 
 
 def fully_trained_ancestor(parent: ParentRecord | None) -> str | None:
-    """Return the name of the earlier run whose checkpoint is the base of the adapters of a fork of `parent`: the run
-    continues it (`penstock fork`), and it has trained all weights. Return None if the base is the model that the run
-    starts from."""
+    """Return the name of the ancestor run whose fully trained weights are the base of a fork's LoRA adapters (`parent`
+    describes the fork's origin). Return None if the base is the model that the run starts from."""
     while parent is not None and parent.at > 0:
         if parent.config.get("train", {}).get("lora") is None:
             return parent.run

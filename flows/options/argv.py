@@ -36,7 +36,7 @@ def split_args(
     values: dict[str, str] = {}
     rest: list[str] = []
     remaining = list(argv)
-    in_rest = False  # whether the last flag is in `rest`; a plain argument is then its value
+    in_rest = False  # whether the last flag is in `rest`, so that a plain argument is its value
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
@@ -51,7 +51,7 @@ def split_args(
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(value)}")
         if own_flag_takes_value[name] and not equals:
             if not remaining or remaining[0].startswith("--"):
-                raise OptionError(f"{name} needs a value")
+                raise OptionError(f"{name} needs a value: give one after it")
             value = remaining.pop(0)
         if own_flag_takes_value[name] and not value.strip():
             raise OptionError(f"{name} needs a value; found {value!r}")

@@ -254,13 +254,13 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
     elif is_repeated and isinstance(new, list):
         new = [*target[key], *new]
     elif is_repeated and key in FUNCTIONS.get(section, ()) and new != target[key]:
-        log_once(name, f"{new} replaces {target[key]}, because one function is called")
+        log_once(name, f"{new} replaces {target[key]}, because only one function is called")
     target[key] = new  # the first flag replaces a file's value
     options_set.add(f"{section}.{key}")
 
 
 def engine_prefixes() -> tuple[str, ...]:
-    """Return how the flags of engines and of their routers begin."""
+    """Return the prefixes of the flags of engines and of their routers."""
     return *(f"--{engine}-" for engine in BACKENDS), "--router-"
 
 
@@ -309,7 +309,7 @@ def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(text)}")
         return not args or text.lower() == "true"
     if not args:
-        raise OptionError(f"{name} needs a value")
+        raise OptionError(f"{name} needs a value: give one after it")
     lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
     if lists:
         return parse_list(name, typing.get_args(lists[0])[0], args)

@@ -61,7 +61,7 @@ SHORT: dict[str, ShortHelp] = {
         "All options of penstock train are options of train-async as well.",
     ),
     "sft": ShortHelp(
-        "Trains a model on demonstrations: rows with messages, of which the assistant's are trained. No engine starts. "
+        "Trains a model on demonstrations: rows with messages; the assistant's messages are trained. No engine starts. "
         "The same command resumes the run.",
         "penstock sft --hf-checkpoint DIR --prompt-data chats.jsonl --input-key messages --num-epoch 1 --run my-sft",
         {
@@ -137,7 +137,7 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
 
 
 def about_section(section: str) -> str:
-    """Return what an optional section is, and which flags add and remove it."""
+    """Return the description of an optional section, and the flags that add and remove it."""
     flag = SWITCHES[section]
     about = f"{flag} adds the section, and so does each of its options; --no-{flag[2:]} removes it."
     return f"{SECTIONS[section].__doc__} {about}"
@@ -152,8 +152,8 @@ def _other_families() -> Iterator[str]:
         yield f"OPTIONS OF {backend.title.upper()}, {where}"
         yield from ("", *_wrap(backend.help, "  "), "")
     yield from _wrap(
-        "The page options.html of the site that `make docs` builds has every name, also those that are accepted "
-        "without effect, and those that are refused."
+        "The page options.html of the site that `make docs` builds lists every name, including those that are accepted "
+        "without effect and those that are refused."
     )
 
 
@@ -164,7 +164,7 @@ def flow_usage(command: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a description, a long one up to a semicolon or colon outside parentheses."""
+    """Return the first sentence of a description, cut at a semicolon or colon outside parentheses if it is long."""
     line = " ".join(text.split()).partition(". ")[0].rstrip(".")
     ends = [match.start() for match in re.finditer("[;:] ", line)]
     ends = [end for end in ends if end > 20 and line[:end].count("(") == line[:end].count(")")]

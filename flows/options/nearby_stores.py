@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.storage.commit import RunKeys
 
 MAX_DEPTH = 3  # levels of directories below the working directory
-MAX_DIRECTORIES = 5000  # that are looked at
+MAX_DIRECTORIES = 5000  # that are searched
 _SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 
 
@@ -24,7 +24,7 @@ def find_nearby_stores(directory: Path | None = None) -> list[str]:
 
 
 def names_no_store(argv: Sequence[str]) -> bool:
-    """Return whether a command line has no flag that says where the store is."""
+    """Return whether a command line has none of the flags that say where the store is."""
     return not {argument.partition("=")[0].replace("_", "-") for argument in argv} & {"--store", "--config", "--save"}
 
 
@@ -34,7 +34,7 @@ def stores_with_run(run: str) -> list[str]:
 
 
 def _directories(start: Path) -> Iterator[Path]:
-    """Yield a directory and those below it, the upper levels first, but none below a store."""
+    """Yield a directory and its subdirectories, upper levels first, without subdirectories of stores."""
     level = [start]
     for depth in range(MAX_DEPTH + 1):
         yield from level

@@ -1,4 +1,4 @@
-"""Options that have an effect only with another one: those that are given alone are named in a warning."""
+"""Options that have an effect only together with another option: a warning names those that are given without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Partner(NamedTuple):
 
     section: str
     names: str  # separated by spaces
-    partner: str  # what they need, as the end of the sentence "--x has no effect without ..."
+    partner: str  # the needed option, as the end of the sentence "--x has no effect without ..."
     has_partner: Callable[[PostTrainConfig], object]
 
 
@@ -99,7 +99,7 @@ PARTNERS = (
 
 
 def options_without_partner(config: PostTrainConfig) -> Iterator[str]:
-    """Yield a warning for each missing partner, which names the options that need it."""
+    """Yield a warning for each missing partner; it names the options that need this partner."""
     for row in PARTNERS:
         section, fields = getattr(config, row.section), SECTIONS[row.section].model_fields
         given = [

@@ -40,8 +40,8 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
 
 def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
-    `rewards.py:reward_func`), so that plan, record and every process mean the same function. The checks
-    report files that do not exist.
+    `rewards.py:reward_func`), so that the plan, the run's record and every process refer to the same function. The
+    checks report files that do not exist.
     """
     from penstock.stages.rewards.grading import check_reward_options  # loads pyarrow and jinja2
 

@@ -1,5 +1,5 @@
-"""Flags of other trainers that are not options of Penstock: refused with what to use instead, accepted because they ask
-for what Penstock does anyway, or synonyms of other flags. Each trainer has a folder in `flows/`, with these tables in
+"""Flags of other trainers that are not options of Penstock: refused with a replacement, accepted because they request
+what Penstock does anyway, or synonyms of other flags. Each trainer has a folder in `flows/`, with these tables in
 `flag_table.py`, and in `recipe.py` the command `penstock import-NAME`, which reads its launch scripts.
 
 A key is a flag, or a flag with a value (`--update-weight-mode full`), which takes precedence over the flag alone. The
@@ -30,7 +30,7 @@ _OF_MEGATRON_LM = {
 _TABLES = [importlib.import_module(f"penstock.flows.{name}.flag_table") for name in TRAINERS]
 REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.REFUSED.items()}
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
-# Flag, perhaps with a value -> the flags that it stands for; `...` is the value that was given.
+# Flag, perhaps with a value -> the flags that replace it; `...` is the given value.
 SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
     **{flag: (tuple(words.split()),) for flag, words in _OF_MEGATRON_LM.items()},
     **{flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()},
@@ -45,7 +45,7 @@ def is_listed(name: str) -> bool:
 
 
 def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the flags, each with its arguments, for which a flag stands; [] if it is not a synonym."""
+    """Return the flags, each with its arguments, that replace a synonym; [] if the flag `name` is not a synonym."""
     key = next((key for key in (" ".join([name, *args]), name) if key in SYNONYMS), None)
     if key is None:
         return []
@@ -57,7 +57,8 @@ def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def check_listed_flag(name: str, args: Sequence[str]) -> None:
-    """Log why an accepted flag has no effect of its own. `name` is a flag for which `is_listed` is true."""
+    """Log why an accepted flag has no effect, or raise OptionError for a refused flag. `is_listed(name)` must be
+    true."""
     with_value = " ".join([name, *args])
     for key in (with_value, name):
         if key in ACCEPTED:

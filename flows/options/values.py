@@ -44,7 +44,7 @@ def check_value(name: str, value: Any, field: FieldInfo) -> None:
         if str in kinds and not value.strip() and field.default != "":
             raise OptionError(f"{name} needs a value; found {value!r}")
     elif isinstance(value, list) and str in kinds and Any not in kinds and any(item == "" for item in value):
-        raise OptionError(f"{name} has an empty value: leave it out")
+        raise OptionError(f"{name} has an empty value: give a value, or leave the option out")
     check_nested_values(name, value, 0)
 
 
@@ -109,6 +109,6 @@ def check_option_text(name: str, text: str) -> None:
     if "\0" in text:
         raise OptionError(f"{name} has a NUL character in {short_repr(text)}: remove it")
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise OptionError(f"{name} is not valid UTF-8: {short_repr(text)}")
+        raise OptionError(f"{name} is not valid UTF-8: {short_repr(text)}; correct its encoding")
     if len(text) > MAX_CHARACTERS:
         raise OptionError(f"{name} has {len(text)} characters: give at most {MAX_CHARACTERS}")

@@ -30,8 +30,8 @@ HANDLED = "SigCgt:"  # line of /proc/PID/status: bit mask of the signals that th
 
 
 class HangDetector(Observer):
-    """Detects that no stage has moved for `timeout` seconds (0: never), and prints with `warn` the Python stacks of the
-    run's processes, which it also writes into `directory`, one file for each hang. Nothing is killed."""
+    """Detects that no stage has made progress for `timeout` seconds (0: never), and prints with `warn` the Python
+    stacks of the run's processes, which it also writes into `directory`, one file for each hang. Nothing is killed."""
 
     def __init__(self, timeout: float, warn: Callable[[str], object], directory: Path) -> None:
         self.timeout = timeout
@@ -76,9 +76,15 @@ class HangDetector(Observer):
             path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(stacks)
-            self.warn(f"no stage has moved for {self.timeout:g} s; waiting on. Stacks, also in {path}:\n{stacks}")
+            self.warn(
+                f"no stage has made progress for {self.timeout:g} s; the run continues. Stacks, also in "
+                f"{path}:\n{stacks}"
+            )
         except (OSError, psutil.Error) as error:  # a full disk, a process that is not ours
-            self.warn(f"no stage has moved for {self.timeout:g} s; waiting on. Its stacks are not known ({error})")
+            self.warn(
+                f"no stage has made progress for {self.timeout:g} s; the run continues. Its stacks cannot be "
+                f"read ({error})"
+            )
 
 
 def stacks_of_run() -> str:
@@ -133,7 +139,7 @@ INTERVAL_SAMPLES = 5  # samples that are averaged for one record
 
 
 def sample_system() -> dict[str, float]:
-    """Return CPU, memory and GPUs of this node under the names of MLflow's system metrics. CPU utilization is that
+    """Return CPU, memory and GPUs of this node under the names of MLflow's system metrics. CPU utilization is the mean
     since the previous call, in percent of all cores."""
     memory = psutil.virtual_memory()
     metrics = {
@@ -191,8 +197,9 @@ LOOPBACK = "127.0.0.1"
 
 
 class PrometheusEndpoint(Observer):
-    """Serves the newest values of the run's metrics, http://127.0.0.1:PORT/metrics: those that go to the trackers,
-    `rollout/raw_reward` as `penstock_rollout_raw_reward{run="..."}`. With port 0, `port` becomes a free one."""
+    """Serves the newest values of the run's metrics at http://127.0.0.1:PORT/metrics: the metrics that trackers
+    receive, for example `rollout/raw_reward` as `penstock_rollout_raw_reward{run="..."}`. If `port` is 0, it is set to
+    a free port."""
 
     def __init__(self, run: str, port: int, note: Callable[[str], object] = lambda text: None) -> None:
         self.run = run
@@ -208,7 +215,8 @@ class PrometheusEndpoint(Observer):
             self._values |= {re.sub(r"[^a-zA-Z0-9_]", "_", name): float(value) for name, value in metrics.items()}
 
     def update_from_record(self, record: Committed) -> None:
-        """Replace the values of a commit's metrics as trackers name them, for a step also round and policy version."""
+        """Replace the values of a commit's metrics, under the names that trackers use; for a step, also set the round
+        and the policy version."""
         self.update({point.name: point.value for point in metric_points(record)})
         if record.commit.kind == "step":
             self.update({"round": record.commit.index, "policy_version": record.commit.policy_version})
@@ -220,7 +228,7 @@ class PrometheusEndpoint(Observer):
         self.update_from_record(Committed(report.key, report.commit.created_at, report.commit))
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics, as prometheus_client asks of a collector."""
+        """Yield the metrics; prometheus_client calls this method at each request."""
         with self._lock:
             values, stage = dict(self._values), self._stage
         for name, value in values.items():

@@ -1,5 +1,6 @@
-"""What happens in a run, for those who are told about it: an observer is a class with some of the methods `on_...`, and
-one row of `flows/reporting/observers.py`. It is entered when the run starts and left when it ends."""
+"""The interface of observers, which are notified of the events of a run. An observer is a subclass of `Observer` that
+overrides some of the methods `on_...`, and has one row in `flows/reporting/observers.py`. It is a context manager:
+entered when the run starts, exited when the run ends."""
 
 from __future__ import annotations
 
@@ -14,35 +15,36 @@ from penstock.storage.commit import Commit
 
 @dataclass
 class CommitReport:
-    """A commit of the run that a stage returns."""
+    """A commit that a stage of the run has returned."""
 
-    key: str  # of its record in the store
+    key: str  # of the commit record in the store
     commit: Commit
-    is_new: bool = True  # whether the trackers did not have it; set by `Results`
-    line: str = ""  # that was printed for it; set by `Results`
+    is_new: bool = True  # whether the trackers did not have the commit yet; set by `Results`
+    line: str = ""  # printed for the commit; set by `Results`
 
 
 class Observer:
-    """Is told what happens in a run. The methods do nothing by default."""
+    """Base class of observers. Each method is called at one kind of event, and does nothing by default."""
 
     def on_progress(self) -> None:
-        """A stage has moved: called very often."""
+        """A stage has made progress; called very often."""
 
     def on_stage(self, name: str, rollout_id: int | None) -> None:
         """A stage starts."""
 
     def on_commit(self, report: CommitReport) -> None:
-        """A stage returns a commit, which this or an earlier start of the run has made."""
+        """A stage has returned a commit, made by this or by an earlier start of the run."""
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
-        """Engines have got policy `version`. `switches`: moves of state between devices and host memory since the
-        weight update before."""
+        """Policy `version` was loaded into engines. `switches`: moves of state between devices and host memory since
+        the previous weight update."""
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Round `rollout_id` will be trained; `metrics` say how generation and training overlapped before."""
+        """Round `rollout_id` is about to be trained; `metrics` say how far generation overlapped with training before
+        it."""
 
     def on_results(self, commits: list[Commit]) -> None:
-        """The run's work is done; `commits` are all of the run."""
+        """The run has finished all stages; `commits` are all commits of the run."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,10 +61,10 @@ class Observers(ExitStack):
         self._observers: list[Observer] = []
 
     def add(self, observer: Observer) -> None:
-        """Enter an observer. From now on it is told what happens."""
+        """Enter an observer, and notify it of all later events."""
         self._observers.append(self.enter_context(observer))
 
     def tell(self, event: Callable[..., None], *args: Any) -> None:
-        """Call a method of `Observer` of all observers, in the order of their rows."""
+        """Call the method `event` of all observers, in the order of their rows."""
         for observer in self._observers:
             getattr(observer, event.__name__)(*args)

@@ -21,7 +21,7 @@ DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
 
 
 def add_observers(observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
-    """Add the observers of a run in the order in which they are told. They are left in the reverse order."""
+    """Add the observers of a run, in the order in which they are notified. They are exited in the reverse order."""
     logs = logs_of_run(run.store, run.keys) or scratch.temp_base_directory()
     report, results = FinalReport(run, display, tracking), Results(run, display, tracking)
 
@@ -44,8 +44,8 @@ def add_observers(observers: Observers, run: ActiveRun, display: Display, tracki
 
 
 class Results(Observer):
-    """Prints commits, weight updates and results, and sends them to the trackers (MLflow, TensorBoard, W&B), at the end
-    also what the run has cost."""
+    """Prints commits, weight updates and results, and sends them to the trackers (MLflow, TensorBoard, W&B); at the end
+    also sends the costs of the run."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
         self.run = run

@@ -1,8 +1,9 @@
-"""What a run publishes of itself: its HTML report, in the store, and its Prefect pages: tags, the messages of final
-states, one artifact with the curve and links.
+"""Publish the results of a run: its HTML report in the store, and its Prefect pages (tags, messages of final states,
+one artifact with the reward curve and links).
 
-Also: no flow run and no task run remains "Running" after its process has ended. A process that can still do so reports
-its own end (`report_end`, also called by a worker whose flow run was killed); otherwise the next start of the run does.
+This module also ensures that no flow run or task run remains "Running" after its process has ended. A process that can
+still do so reports its own end (`report_end`, also called by a worker whose flow run was killed); otherwise the next
+start of the run does.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ TIMEOUT = 30.0  # seconds
 
 
 class FinalReport(Observer):
-    """Writes the report at the end of a start, unless that was stopped, and gives it to the trackers."""
+    """Writes the report at the end of a start, unless the start was stopped on request, and sends it to the
+    trackers."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
         self.run = run
@@ -81,8 +83,8 @@ class FinalReport(Observer):
 
 
 def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object]) -> bytes | None:
-    """Write the report of a run to `RunKeys.report`, replacing that of an earlier start. Return its content, or None if
-    that failed or took longer than TIMEOUT; then the reason is printed with `note`, and the run is not affected."""
+    """Write the report of a run to `RunKeys.report`, replacing that of an earlier start. Return the content. If writing
+    fails or takes longer than TIMEOUT, print the reason with `note` and return None; the run is not affected."""
     pages: list[bytes] = []
     problems: list[str] = []
 
@@ -155,7 +157,9 @@ class PrefectPage(Observer):
                 client.update_flow_run(flow_run_id, tags=sorted({*existing, *tags}))
             crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
         except HTTPError as error:
-            self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+            self.display.note(
+                f"the tags of this flow run, or states of earlier ones, were not updated ({type(error).__name__})"
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
@@ -270,8 +274,8 @@ def _change(first: float, last: float) -> str:
 
 
 def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID, *, own_lease: str) -> int:
-    """Mark what killed drivers of the run have left as running as crashed: their flow runs and all task runs of them,
-    also those of earlier attempts (`prefect flow-run retry`) of the caller's own flow run. Return how many.
+    """Mark as crashed the flow runs and task runs that killed drivers of the run left in the state "Running", including
+    task runs of earlier attempts (`prefect flow-run retry`) of the caller's own flow run. Return their number.
 
     Does nothing while a driver other than that of `own_lease` is alive. Flow runs of other Prefect servers are skipped.
     """
@@ -284,8 +288,8 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
 
 
 def crash_flow_run(flow_run_id: UUID, message: str, *, also_flow_run: bool = True) -> int:
-    """Mark the task runs of a flow run that have no final state as crashed and, with `also_flow_run`, itself. Return
-    how many were marked: 0 if the Prefect server does not have the flow run."""
+    """Mark the task runs of a flow run that have no final state as crashed and, with `also_flow_run`, the flow run
+    itself. Return the number of marked runs: 0 if the Prefect server does not have the flow run."""
     with get_client(sync_client=True) as client:
         try:
             found = client.read_flow_run(flow_run_id)
@@ -311,7 +315,7 @@ def read_active_task_runs(client: Any, flow_run_id: UUID) -> list[TaskRun]:
 
 
 def parse_flow_run_id(text: str) -> UUID | None:
-    """Return the id in the URL or id of a flow run (`Start.flow_run`), or None if it has none."""
+    """Return the id of a flow run from `Start.flow_run`, its URL or its id; None if `text` contains no id."""
     try:
         return UUID(text.rpartition("/")[2])
     except ValueError:
@@ -320,14 +324,14 @@ def parse_flow_run_id(text: str) -> UUID | None:
 
 def report_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Add to the message of a failed or crashed flow run what it has committed and where the next start resumes, and
-    give its remaining task runs a final state. A hook of the flows, which Prefect calls in the process of the flow run
-    or, if that was killed, in that of the worker."""
+    give its remaining task runs a final state. This is a hook of the flows: Prefect calls it in the process of the flow
+    run or, if that process was killed, in the worker's process."""
     if not http_answers(f"{PREFECT_API_URL.value()}/health"):
         return
     config = validate_config(flow_run.parameters["config"])
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
     since = [start.at for start, _ in read_starts(store, keys) if parse_flow_run_id(start.flow_run) == flow_run.id]
-    if not since:  # it failed before the run was opened
+    if not since:  # the flow run failed before the run was opened
         return
     commits = read_commits(store, keys)
     rounds = sum(commit.kind == "step" for commit in commits)

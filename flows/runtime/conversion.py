@@ -52,7 +52,7 @@ def run_conversion(
 
 def convert(
     store: Store, config: ConvertConfig, report: ProgressCallback | None, *, verify: bool
-) -> CheckpointRef:  # runs in a Ray process: the driver does not import torch for it
+) -> CheckpointRef:  # runs in a Ray process, so that the driver need not import torch
     """Convert a Hugging Face checkpoint to torch_dist in this process."""
     from penstock.stages.convert.to_torch_dist import convert_hf
 
@@ -118,7 +118,7 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
 
 def export_origin(config: ConvertConfig, *, keep_mtp: bool = False) -> Origin:
     """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family).
-    `keep_mtp` exports the MTP layers even if `--mtp` does not ask for them."""
+    `keep_mtp` exports the MTP layers even without `--mtp keep`."""
     from penstock.stages.convert.to_hf import Origin
 
     directory = Path(config.hf_checkpoint)

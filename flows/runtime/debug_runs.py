@@ -1,10 +1,11 @@
-"""What the debug options do in a run: gates for tests, and samples of rounds in files that other tools read.
+"""Apply the debug options in a run: gates (conditions that fail the run) for tests, and dumps of samples to files that
+other tools read.
 
 Gates (--ci-test, --ci-save-grad-norm, --ci-load-grad-norm) read the committed metrics of a round after its commit, so
 the run keeps the round, and a resumed start checks it again.
 
 Dumps (--save-debug-rollout-data, --dump-details) are exports: they are written after the commit, from the commit, and
-again when a start visits a round again; a dump that cannot be written is printed only.
+again when a resumed start returns to the round; if a dump cannot be written, the run prints a warning and continues.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.storage.store import Store
 
 GRAD_NORMS = {"actor": "train/grad_norm", "critic": "train/critic-grad_norm"}  # role -> metric
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
-MAX_KL = 1e-8  # of policies that must be equal
+MAX_KL = 1e-8  # nats, between policies that must be equal
 GRAD_NORM_TOLERANCE = 0.01  # absolute or relative
 
 
@@ -53,8 +54,9 @@ def violations(config: PostTrainConfig, step: Mapping[str, Any], rollout_id: int
         )
     if config.debug.ci_disable_kl_checker:
         return
-    # The first step of a round trains the policy that computed the old log-probs; the first one of the run trains
-    # the reference, but with the engine's experts the reference's log-probs have other routing.
+    # At the first step of a round, the policy is still the one that computed the old log-probs; at the first step of
+    # the run, it is also the reference policy. With the engines' routing, however, policy and reference route
+    # differently.
     must_be_zero = {"train/ppo_kl": step_id == 0}
     must_be_zero["train/kl_loss"] = rollout_id == step_id == 0 and not config.train.use_rollout_routing_replay
     for metric, applies in must_be_zero.items():
@@ -76,7 +78,7 @@ def check_grad_norm(config: PostTrainConfig, norm: float, where: str, **values: 
         if not math.isclose(norm, expected, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
             raise GateFailed(
                 f"--ci-load-grad-norm failed in {where}: the gradient norm of the {values['role']} is {norm:g}, but "
-                f"{path} has {expected:g}, and they may differ by {GRAD_NORM_TOLERANCE}"
+                f"{path} has {expected:g}, and they may differ by at most {GRAD_NORM_TOLERANCE}"
             )
 
 

@@ -66,10 +66,11 @@ class Display:
         self._commits: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
         self.publish_seconds: list[float] = []  # of weight updates, which are part of the next round's time
-        self.overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
+        # number of a round -> metrics of the overlap of generation and training
+        self.overlap: dict[int, dict[str, float]] = {}
         self._announced: set[str] = set()  # waits that were printed
         self._round_lines = RoundLines(self.num_rounds)
-        self.on_progress: Callable[[], None] = lambda: None  # called when a stage has moved
+        self.on_progress: Callable[[], None] = lambda: None  # called when a stage has made progress
         self.panel = Panel(run, flow, self.num_rounds)
         self._region: LiveRegion | None = None
         data = config.rollout.prompt_data
@@ -105,7 +106,7 @@ class Display:
         self.forward(text)
 
     def forward(self, text: str) -> None:
-        """Print a message that does not show that a stage has moved, secrets redacted."""
+        """Print a message that does not count as progress of a stage, secrets redacted."""
         self._print(Text(redact(text) if self._json else f"· {redact(text)}", style="dim"))
 
     def warn(self, text: str) -> None:
@@ -148,7 +149,7 @@ class Display:
     @contextmanager
     def progress(self, title: str, stage: str) -> Iterator[ProgressCallback]:
         """Show a progress bar of a stage during the block. Yields its callback (done, total), which without a panel
-        only records that the stage has moved."""
+        only records that the stage has made progress."""
         with self.panel.activity(title, stage) as activity:
 
             def update(done: int, total: int) -> None:

@@ -9,7 +9,7 @@ _CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
 
 QUIET = {
     _CONSOLE_LEVEL: "CRITICAL",  # log lines are on the Prefect page
-    "PREFECT_LOGGING_COLORS": "false",  # --verbose: what is not a console of ours is printed without control codes
+    "PREFECT_LOGGING_COLORS": "false",  # with --verbose, Prefect's own console prints no control codes
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
     "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",

@@ -62,7 +62,7 @@ def ensure_prefect_api() -> str:
     ours: dict[Any, Any] = {
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_SECONDS,
         PREFECT_CLIENT_MAX_RETRIES: CLIENT_RETRIES,
-        # Prefect logs a page of text for every event that it sends again
+        # Otherwise Prefect would log a page of text for every event that it sends again.
         PREFECT_LOGGING_INTERNAL_LEVEL: "CRITICAL",
     }
     ours = {setting: value for setting, value in ours.items() if setting.name not in os.environ}

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 def plan_of(flow: str, config: PostTrainConfig) -> Plan:
-    """Check the options of a flow and resolve them. Return a plan, which this process has made before, unchanged."""
+    """Check the options of a flow and resolve them. A config that is already a plan is returned unchanged."""
     if isinstance(config, Plan):
         return config
     check_options(Flow(flow), derive(config))
@@ -110,7 +110,7 @@ def check_engine_hardware(config: Plan, options: EngineOptions) -> None:
     """Check that the machine has the GPUs that the engines of a plan need, if they run on it.
 
     Raises:
-        InputError: the machine lacks them.
+        InputError: the machine does not have these GPUs.
     """
     on_this_machine = config.run.ray_address is None and not options.external
     capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
@@ -126,7 +126,10 @@ def check_promotion_options(evals: EvalConfig) -> None:
     names = [name for name, _ in evals.data_sets]
     if evals.promote_to is None:
         if evals.promote_data_set or evals.promote_guards or evals.promote_min_reward is not None:
-            raise OptionError("--promote-data-set, --promote-guards and --promote-min-reward need --promote-to MODEL")
+            raise OptionError(
+                "--promote-data-set, --promote-guards and --promote-min-reward need --promote-to "
+                "MODEL: add it, or omit these options"
+            )
         return
     model_prefix(evals.promote_to)  # raises RunError if the name is invalid
     needed = [*([evals.promote_data_set] if evals.promote_data_set else []), *evals.promote_guards]
@@ -329,7 +332,7 @@ def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
 
 
 def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
-    """Return the longest prompt with response, in tokens, of the engines; by default the model's."""
+    """Return the engines' context length (prompt and response), in tokens; by default that of the model."""
     return config.engine_facts.context_length or shape.max_position_embeddings
 
 

@@ -59,7 +59,7 @@ def namespace_of_run(run: str) -> str:
 
 
 class EngineSetup:
-    """What the engines of a run are, and how requests reach them.
+    """The options of a run's engines, their router, and the clients that send requests to them.
 
     Args:
         run: the run.
@@ -75,9 +75,9 @@ class EngineSetup:
 
     @cached_property
     def options(self) -> EngineOptions:
-        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0. They
-        report "hf-checkpoint" with --check-weight-update-equal, and if version 0 has other weights: the trainer then
-        sends them version 0."""
+        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0. If
+        version 0 has other weights, or with --check-weight-update-equal, they report "hf-checkpoint" instead, and the
+        trainer sends them version 0."""
         logs = logs_of_run(self.run.store, self.run.keys)
         awaits_weights = self.config.run.check_weight_update_equal or (
             self.has_trainer and self.config.start_weights != self.config.convert.hf_checkpoint
@@ -185,8 +185,8 @@ class Processes:
         return self.trainer
 
     def policy_restorer(self, trainer: TrainerGroup | None = None) -> PolicyRestorer:
-        """Return the object that restores, trains and saves policy versions of the run with a trainer; default: that of
-        the run."""
+        """Return the object that restores, trains and saves policy versions of the run with a trainer; default: the
+        run's trainer."""
         assert self.base_checkpoint is not None, "base_checkpoint is not set: run the convert stage first"
         return PolicyRestorer(
             self.run.store,
@@ -207,7 +207,8 @@ class Processes:
         if (fork_point := missing_fork_checkpoint(self.run.store, self.run.record)) is None:
             return
         version, parent_config = fork_point
-        parent_config = parent_config.model_copy(update={"debug": DebugConfig()})  # its files are those of its own run
+        # the parent's debug options name files of the parent
+        parent_config = parent_config.model_copy(update={"debug": DebugConfig()})
         trainer = self.new_trainer(self.cluster, parent_config)
         try:
             self.policy_restorer(trainer).save_checkpoint(version)
@@ -281,19 +282,19 @@ class Processes:
     # ---- energy and end ----------------------------------------------------------------------------------------------
 
     def trainer_counters(self) -> Counters:
-        """Return the energy counters of the trainer's GPUs; {} if they are not measured."""
+        """Return the energy counters of the trainer's GPUs; {} if energy is not measured."""
         places = self.started_trainer.places() if self.started_trainer is not None else []
         return self._read_counters([(place.node, gpu) for place in places for gpu in place.gpu_ids])
 
     def engine_counters(self, *, evaluation: bool = False) -> Counters:
-        """Return the energy counters of the engines' GPUs, with `evaluation` of those that evaluate; {} if they are not
-        measured."""
+        """Return the energy counters of the engines' GPUs, or, with `evaluation`, of the engines that evaluate; {} if
+        energy is not measured."""
         roles = ["evaluation" if self.setup.evaluates_apart else "rollout"] if evaluation else ["rollout", "teacher"]
         return self._read_counters([gpu for role in roles if role in self.pools for gpu in self.pools[role].gpus()])
 
     def used_joules(self) -> float | None:
         """Return the energy in joules that the GPUs of trainer and engines have used since this object was created, or
-        None if it is not measured. Call it before `stop`, which forgets whose GPUs they are."""
+        None if it is not measured. Call it before `stop`, which discards the list of these GPUs."""
         now = {**self.trainer_counters(), **self.engine_counters(), **self.engine_counters(evaluation=True)}
         return used_joules({gpu: at_start for gpu, at_start in self._counters_at_start.items() if gpu in now}, now)
 
@@ -324,5 +325,6 @@ class Processes:
 
 
 def _refuse_weights(urls: list[str]) -> None:
-    """Raise ConnectionError: the teacher's weights are those of its model, so an engine without them has died."""
+    """Raise ConnectionError instead of sending weights: the teacher loads them from its model, so an engine without
+    weights has died."""
     raise ConnectionError(f"the teacher's engine at {', '.join(urls)} does not answer")

@@ -1,4 +1,4 @@
-"""Give engines the policy: load a version into the engines that use it, and send the trainer's weights to engines.
+"""Load policy versions into the engines that use them, and send the trainer's weights to engines.
 
 `PolicyEngines` enters the blocks of flows/policy_schedule.py, in which a rollout, a stream or an evaluation uses the
 engines. `PolicyPublisher` sends weights, and moves the state of trainer and engines between devices and host memory.
@@ -35,7 +35,7 @@ class PolicyEngines:
     Args:
         processes: trainer and engines.
         on_published: called after each weight update with (policy version, metrics, moves of state between devices and
-            host memory since the weight update before).
+            host memory since the previous weight update).
     """
 
     def __init__(self, processes: Processes, on_published: OnPublished) -> None:
@@ -55,11 +55,12 @@ class PolicyEngines:
 
     @contextmanager
     def at(self, version: int | None, use: EngineUse | None = None, *, rewind: bool = True) -> Iterator[Urls]:
-        """Load policy `version` into engines, also into those that restart during the block.
+        """Load policy `version` into engines, including engines that restart during the block.
 
         Args:
-            version: the policy version; None: the newest, and those that other threads publish during the block.
-            use: which engines; default: those that generate rollouts.
+            version: the policy version; None: the newest one, which other threads may replace by newer ones during the
+                block.
+            use: which engines; default: the engines that generate rollouts.
             rewind: whether a trainer that has a newer version is restored to `version`; otherwise RuntimeError is
                 raised.
         """
@@ -84,7 +85,7 @@ class PolicyEngines:
     @contextmanager
     def for_evaluation(self, version: int) -> Iterator[Urls]:
         """Load policy `version` into the engines that evaluate. Evaluations of one version share them. A trainer that
-        trains the next rounds meanwhile is not restored."""
+        is already training later rounds is not restored."""
         schedule = self.turns.schedule
         pool = schedule.evaluations if schedule.limits.evaluates_apart else schedule.rollouts
         with self.at(version, pool, rewind=schedule.evaluated is None) as urls:
@@ -92,7 +93,7 @@ class PolicyEngines:
 
     @contextmanager
     def for_stream(self) -> Iterator[Urls]:
-        """Load the newest policy into all engines, and those that other threads publish during the block."""
+        """Load the newest policy into all engines. Other threads may publish newer policies during the block."""
         with self.at(None, rewind=False) as urls:
             yield urls
             self.turns.wait_until(lambda schedule: schedule.evaluated is None)
@@ -106,7 +107,8 @@ class PolicyEngines:
             schedule.weights_sent(rollouts, version)
 
     def publish_for_evaluation(self, version: int) -> None:
-        """Load policy `version`, the trainer's, into the engines that evaluate it, after the evaluation before."""
+        """Load policy `version`, the trainer's current one, into the engines that evaluate it, after the previous
+        evaluation."""
         schedule = self.turns.schedule
         if schedule.limits.evaluates_apart:
             self.turns.wait_until(lambda schedule: schedule.evaluated is None)
@@ -116,7 +118,7 @@ class PolicyEngines:
 
     def publish_in_flight(self, version: int, *, may_skip: bool = True) -> None:
         """Load policy `version` into every engine while it generates, unless `PolicySchedule.may_update_in_flight`
-        leaves that to a later call or to the start of the engines."""
+        leaves it to a later call or to the start of the engines."""
         schedule = self.turns.schedule
         self.turns.wait_until(lambda schedule: schedule.may_update_in_flight(may_skip=may_skip) != "wait")
         if schedule.may_update_in_flight(may_skip=may_skip) == "skip":
@@ -156,13 +158,13 @@ class PolicyPublisher:
         processes.before_onload = self.release_engines
 
     def send(self, version: int, urls: list[str], *, rewind: bool) -> None:
-        """Send policy `version` to the engines at `urls`. If the trainer has another version, restore it before; if it
-        has a newer one, only with `rewind`, else raise RuntimeError."""
+        """Send policy `version` to the engines at `urls`. If the trainer has another version, it is restored to
+        `version` first. Raises RuntimeError if the trainer has a newer version and `rewind` is false."""
         processes, run = self.processes, self.config.run
         if not rewind and (state := processes.trainer.policy_state()) is not None and state.version > version:
             raise RuntimeError(  # not a ValueError, which is not retried
                 f"an engine needs the weights of version {version}, but the trainer has version {state.version}: a "
-                "rollout starts again with these and keeps its finished groups; an evaluation follows later"
+                "rollout restarts with the trainer's version and keeps its finished groups; an evaluation runs later"
             )
         trainer = processes.restore_trainer_at(version)
         start = time.perf_counter()
@@ -189,9 +191,9 @@ class PolicyPublisher:
         self.on_published(version, metrics, switches)
 
     def transport(self, trainer: TrainerGroup, urls: list[str], version: int) -> WeightTransport:
-        """Return the transport of policy `version` to the engines at `urls`. If it is disk, the files are written to
-        --update-weight-disk-dir, else to a local store, else to the trainer machine's temporary directory, from which
-        they are uploaded to the store if engines run on other machines."""
+        """Return the transport of policy `version` to the engines at `urls`. For transport over disk, the files are
+        written to --update-weight-disk-dir if given, else to the store if it is local, else to a temporary directory of
+        the trainer's machine, from which they are uploaded to the store if engines run on other machines."""
         processes, config = self.processes, self.config
         store, prefix = processes.run.store, f"{processes.run.keys.prefix}/published"
         engines = processes.start_engines()

@@ -1,12 +1,12 @@
-"""Resolve a config: decide, once for each start, everything that the options leave open.
+"""Resolve a config: choose, once at each start, the values of all options that are not given.
 
-`resolve` is called by every command that starts or plans a run, and by nothing below it: a `Plan` is a config in which
-each option has its value. A run keeps what its first start has decided, because run.json has the plan and the options
-as they were given. A later start takes from the plan what it leaves open in the same way, and applies the options that
-a resumed run may change.
+Every command that starts or plans a run calls `resolve`; lower layers get the result, a `Plan`: a config in which every
+option has its final value. A run keeps the values that its first start chose, because run.json contains the plan and
+also the options as given: where a later start gives the same, it takes the values from the plan. It also applies the
+options that a resumed run may change.
 
     --hf-checkpoint champion:MODEL   the champion's export, found when the run starts
-    --load                           the checkpoint that it names, None if there is none
+    --load                           the directory of the checkpoint that it names; None if there is none
     --num-epoch                      the number of rounds, from the number of rows when the run starts
     --num-rollout-per-start          the number of rounds at which this start ends
     batch, group, schedule, ...      `derive` in flows/config.py
@@ -40,19 +40,19 @@ class _Existing(NamedTuple):
     """The record of a run that a start may continue."""
 
     record: RunRecord
-    given: PostTrainConfig  # the options as the last start that has changed the record gave them
-    config: PostTrainConfig  # what that start made of them
+    given: PostTrainConfig  # the options as given to the last start that changed the record
+    config: PostTrainConfig  # the resolved options of that start
     has_changes: bool  # whether a start has changed the schedule options since the record was written
 
 
 def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bool = True) -> Plan:
-    """Return the plan of a flow: the config with everything decided that the options leave open.
+    """Return the plan of a flow: the config with a final value for every option.
 
     Args:
         flow: name of the flow.
         config: the options as given, or those of a run's record with changes.
         store: the store of the run.
-        counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch stays open.
+        counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch is not resolved.
     """
     config = with_absolute_paths(with_function_names(config))
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
@@ -81,7 +81,7 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
 
 
 def read_existing(store: Store, run: str) -> _Existing | None:
-    """Return what the run's record says, or None if the run has no record or is being removed."""
+    """Return the content of the run's record, or None if the run has no record or is being removed."""
     keys = RunKeys(run)
     record = None if is_removed(store, keys) else read_run_record(store, keys)
     if record is None:
@@ -91,15 +91,15 @@ def read_existing(store: Store, run: str) -> _Existing | None:
 
 
 def _continues(existing: _Existing, config: PostTrainConfig) -> bool:
-    """Return whether the options that define a run are those of its record, as given or as decided."""
+    """Return whether the identity options are those of the run's record, either as given or as resolved."""
     then = derive(_with_num_rollout(config, existing.config.run.num_rollout))
     pairs = ((existing.given, config), (existing.config, then))
     return any(differing_option(before, now, existing.record.directory) is None for before, now in pairs)
 
 
 def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> PostTrainConfig:
-    """Return the config with what the run has decided for options that it leaves open in the same way: those that have
-    the value that was given then, although the run uses another one."""
+    """Return the config with the values that the run chose when it was created: an option that is given with the same
+    value as then gets the value that the run uses."""
     sections = {}
     for section in PostTrainConfig.model_fields:
         now, given, decided = (getattr(each, section) for each in (config, existing.given, existing.config))
@@ -120,8 +120,9 @@ def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> Po
 
 
 def _with_start_weights(config: PostTrainConfig, store: Store, decided: str | None) -> PostTrainConfig:
-    """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`, and the checkpoint
-    that --load names in place of the run that has it, unless it is `decided`, the one that the run has recorded."""
+    """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`, and with the directory
+    of the checkpoint in place of a --load that names a run. A --load equal to `decided`, the directory that the run
+    recorded, is kept."""
     convert = config.convert
     changes: dict[str, Any] = {}
     if convert.load != decided:
@@ -196,7 +197,8 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
 
     Args:
         config: a config with --num-epoch.
-        existing: the record of the run, if this start continues it. With the same --num-epoch it has the rounds.
+        existing: the record of the run, if this start continues it. If its --num-epoch is the same, its number of
+            rounds is returned.
         counts_rows: whether to count the rows; if not, the number of rounds stays as it is.
     """
     run, rollout = config.run, config.rollout
@@ -223,7 +225,9 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
     if rounds == 0:
         raise OptionError(f"{text}: give more data, more epochs or a smaller batch")
     if run.num_rollout not in (0, rounds):
-        raise OptionError(f"{text}, but --num-rollout is {run.num_rollout}: omit it, or give --num-epoch none")
+        raise OptionError(
+            f"{text}, but --num-rollout is {run.num_rollout}: omit --num-rollout, or give --num-epoch none"
+        )
     return rounds
 
 
@@ -237,7 +241,8 @@ def target_rounds(store: Store, existing: _Existing | None, config: PostTrainCon
     assert per_start is not None, "only runs with --num-rollout-per-start have targets"
     trained, before = len(store.committed_indices(f"{keys.prefix}/steps")), None
     if existing and existing.record.parent and not existing.has_changes:
-        before = existing.record.parent.at + per_start  # of a fork that was never started: the record has the parent's
+        # for a fork that was never started: its record has the parent's target
+        before = existing.record.parent.at + per_start
     elif existing and existing.config.run.num_rollout_per_start:
         before = existing.config.run.num_rollout
     if before is not None:

@@ -74,7 +74,9 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
             )
         for name in ("runs", "models", "mlflow", "tensorboard"):
             if (path := Path(config.store, name)).exists() and not path.is_dir():
-                raise StoreError(f"{path} is not a directory, as the store needs it: move it, or give another --store")
+                raise StoreError(
+                    f"{path} is not a directory, but the store needs one: move that file, or give another --store"
+                )
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 
@@ -105,7 +107,7 @@ def unknown_run_error(store: Store, run: str) -> RunError:
 
 
 def completion_of(store: Store, config: Plan) -> Completion:
-    """Return what a start with this plan completes."""
+    """Return the `Completion` that a start with this plan records when nothing is left to do."""
     placement = options_by_mutability(config, "placement")
     options = [options_by_mutability(config, "identity"), options_by_mutability(config, "schedule")]
     options += [placement[name] for name in ("run.debug_rollout_only", "run.debug_train_only", "run.report")]
@@ -212,8 +214,8 @@ def describe_difference(record: RunRecord, plan: Plan) -> str | None:
 def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: str) -> tuple[str, Any, Any] | None:
     """Return the first identity option of two configs with absolute paths that differs: name, value before, value now.
 
-    Paths are also equal if they are so relative to the working directories of both starts, of which the earlier one is
-    `directory`: a project may be moved.
+    A project may be moved, so paths also count as equal if they are equal relative to the working directories of the
+    two starts; `directory` is that of the earlier start.
     """
     old, new = options_by_mutability(before, "identity"), options_by_mutability(now, "identity")
     moved_old = options_by_mutability(with_relative_paths(before, directory), "identity")
@@ -288,8 +290,8 @@ def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
 
 
 def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostTrainConfig, PostTrainConfig]:
-    """Return the recorded config of a run with its last recorded schedule options, and the options as the start gave
-    them that recorded these."""
+    """Return the recorded config of a run with its last recorded schedule options, and the options as given to the
+    start that recorded these."""
     if not (changes := read_schedule_changes(store, keys)):
         return _validated_config(record.config), _validated_config(record.given)
     return _config_with_schedule(record.config, changes[-1].schedule), _validated_config(changes[-1].given)
@@ -405,7 +407,7 @@ class ActiveRun:
 
     @property
     def age(self) -> float:
-        """Return the seconds since the run was created; they also increase if the clock is set back meanwhile."""
+        """Return the seconds since the run was created; the value increases even if the clock is set back."""
         return time.monotonic() - self._created
 
     def writes_report(self, kind: type[BaseException] | None) -> bool:
@@ -447,11 +449,11 @@ class ActiveRun:
         key = self.keys.origin_key(role)
         self.store.create(key, model.model_dump_json().encode())
         pinned = self.store.read_record(CheckpointRef, key)
-        assert pinned is not None, "it was created"
+        assert pinned is not None, "the record exists: it was just created or read"
         if pinned.key != model.key:
             raise RunError(
                 f"run {self.keys.run!r} uses {pinned.key} as its {role} model, but {path} now contains {model.key}: "
-                f"restore the original files in {path} (the start weights of an old run may be those of --load or "
+                f"restore the original files in {path} (the initial weights may come from --load or "
                 "--hf-checkpoint), or start a new run with another --run"
             )
 

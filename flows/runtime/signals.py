@@ -30,19 +30,19 @@ from penstock.storage.preemption import Preempted, StopRequest
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 CLEANUP = 10.0  # seconds of the grace period after the stage: stop trainer and engines, tell Prefect and the trackers
-GRACE_SECONDS = 30.0  # until the run's --grace-period is known
+GRACE_SECONDS = 30.0  # grace period until the run's --grace-period is known
 WATCHDOG = Path(__file__).parents[1] / "services" / "watchdog.py"
 TICK = 0.5  # seconds between two checks of the deadlines, and two exceptions that interrupt a stage
 
 
 class StopSignals:
-    """The stop signals that this process has received, and what the next one does."""
+    """The stop signals that this process has received, and the handling of the next one."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self.exits = False  # the command has ended: a signal kills what is left
+        self.exits = False  # the command has ended: a signal kills the process and its children
         self._grace_seconds = GRACE_SECONDS
-        self._stop: StopRequest | None = None  # that of the session
+        self._stop: StopRequest | None = None  # of the current session
         self._interrupts = False  # whether signals interrupt the session: not during its cleanup
         self._watchdog: subprocess.Popen[bytes] | None = None
 
@@ -70,7 +70,7 @@ class StopSignals:
         os.set_blocking(writer, False)
         earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if earlier >= 0:
-            os.close(earlier)  # ends the watchdog of before
+            os.close(earlier)  # ends the previous watchdog
 
     def set_grace_period(self, seconds: float) -> None:
         """Set the seconds between the first signal and the end of this process, at least CLEANUP."""
@@ -81,7 +81,8 @@ class StopSignals:
 
     @contextmanager
     def session(self, stop: StopRequest, grace_seconds: float) -> Iterator[None]:
-        """Let the signals stop a session during the block: they set `stop`, and interrupt the main thread later.
+        """Let the signals stop a session during the block: they set `stop`, and interrupt the main thread when the
+        grace period is almost over.
 
         Outside the main thread no handler is installed: Prefect then ends the flow run at once.
         """
@@ -123,13 +124,13 @@ class StopSignals:
 
     def _kill_after(self, seconds: float) -> None:
         """Kill this process at the end of the grace period, from a thread: the main thread may be in native code. A
-        process that is not a command of ours lives on if the session has ended."""
+        process that is not a `penstock` command is not killed once its session has ended."""
         time.sleep(seconds)
         if self._watchdog is not None or self._stop is not None:
             kill_command(self.exit_code)
 
     def _interrupt_session(self, number: int = signal.SIGALRM, frame: FrameType | None = None) -> None:
-        """Raise an exception if a stage runs whose time is over. Also the handler of SIGALRM."""
+        """Raise an exception if a stage is running and its time is over. Also the handler of SIGALRM."""
         stop = self._stop
         if stop is not None and self._interrupts and (signal.SIGINT in self.received or stop.seconds_left <= 0):
             raise self._exception()
@@ -152,7 +153,7 @@ def kill_command(exit_code: int) -> None:
 
 def patience_after(kind: type[BaseException] | None) -> float | None:
     """Return how many seconds a session that ends by an exception of class `kind` waits for each service at most; None:
-    as long as usual."""
+    no shorter limit than usual."""
     return CLEANUP / 4 if kind is not None and issubclass(kind, (Preempted, KeyboardInterrupt)) else None
 
 
@@ -168,7 +169,7 @@ def describe_cleanup(kind: type[BaseException] | None, *, is_requested: bool, wr
 
 
 def report_stop(*, resumable: bool) -> int:
-    """Print which signal has stopped the command. Return the exit code."""
+    """Print the name of the signal that stopped the command. Return the exit code."""
     first = stop_signals.received[0] if stop_signals.received else signal.SIGINT
     text = "interrupted" if first == signal.SIGINT else f"stopped by {signal.Signals(first).name}"
     rest = "; the same command resumes after the last committed stage" if resumable else ""

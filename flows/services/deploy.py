@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
     values = parse_values(rest)
     config = validate_config(with_sft_loss(values) if flow.has_demonstrations else values)
     check_secrets(config, allow_literal=False)
-    preflight(plan_of(flow, config))  # the deployment keeps the options as given: the first start of a run decides
+    # the deployment keeps the options as given: the first start of a run resolves them
+    preflight(plan_of(flow, config))
     address = prefect_api.ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)

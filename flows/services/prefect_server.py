@@ -2,8 +2,8 @@
 
 Prefect checks the API's secret (PREFECT_SERVER_API_AUTH_STRING) and writes CORS headers, but answers any Host. The gate
 rejects requests to a foreign host name that resolves to 127.0.0.1 (DNS rebinding), and requests from web pages of other
-origins. Prefect's pages keep the login in the browser's storage of their origin, so the page that logs a browser in is
-one of this server.
+origins. Prefect's pages keep the login in the browser's storage of their origin, so this server also serves the login
+page.
 """
 
 from __future__ import annotations

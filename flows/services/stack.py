@@ -37,7 +37,7 @@ from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
 MLFLOW_PORT = 5000
-_VIEW = "workflowType=machine_learning"  # of MLflow's pages; without it they are for traces of applications
+_VIEW = "workflowType=machine_learning"  # URL parameter: MLflow's view for model training, not for traces
 STORES = ("penstock-store", "penstock-demo/store")  # default stores of the flows and of the demo
 
 
@@ -92,7 +92,7 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         create_automation_and_print_links(prefect_port, mlflow_page, logs)
         if mlflow:  # a run on this Prefect server then links to its MLflow page
             print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}")
-            print(f"Other programs need a login for it, USER:PASSWORD in {login_path(mlflow_port)}", flush=True)
+            print(f"Other programs must log in to MLflow with USER:PASSWORD from {login_path(mlflow_port)}", flush=True)
         while True:
             time.sleep(1.0)
             for service in services:

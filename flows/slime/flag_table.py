@@ -61,8 +61,8 @@ _REFUSED = {  # what to use -> flags
     "use --deterministic-mode with --sglang-enable-deterministic-inference": "--true-on-policy-mode",
     "sequences are packed; give thd, or omit it": "--qkv-format",
     "int4 rollouts are not supported; use an fp8 --hf-checkpoint (docs/engines.md)": "--int4-params-rollout",
-    "scales of fp8 weights are those that --hf-checkpoint has; omit it": "--force-fp8-ue8m0-scale",
-    "no supported family has an indexer; use --freeze-params-name-list": "--freeze-indexer",
+    "fp8 weights keep the format of the scales in --hf-checkpoint; omit it": "--force-fp8-ue8m0-scale",
+    "no supported model family has an attention indexer; use --freeze-params-name-list": "--freeze-indexer",
     "models with linear attention are not supported; omit it": "--qwen-gdn-backend",
     "training is in bf16; omit it": """
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
@@ -140,7 +140,7 @@ _REFUSED = {  # what to use -> flags
 }
 REFUSED = {flag: text for text, flags in _REFUSED.items() for flag in flags.split()}
 
-_ACCEPTED = {  # why it changes nothing -> flags of Megatron-LM
+_ACCEPTED = {  # why the flags change nothing -> flags of Megatron-LM
     "Megatron's training loop logs nothing; see --use-tensorboard, --use-wandb and MLflow": """
         --log-interval --log-throughput --log-progress --log-params-norm --log-timers-to-tensorboard""",
     "it is for Megatron's own launcher": """
@@ -150,7 +150,7 @@ _ACCEPTED = {  # why it changes nothing -> flags of Megatron-LM
     "Megatron's data loader is not used; see --prompt-data": "--seq-length --num-workers --dataloader-type --split",
     "the tokenizer is that of --hf-checkpoint": """
         --tokenizer-type --tokenizer-model --padded-vocab-size --tiktoken-pattern""",
-    "the vocabulary is padded as its sharding needs": "--make-vocab-size-divisible-by",
+    "the vocabulary is always padded as far as its sharding requires": "--make-vocab-size-divisible-by",
     "the number of steps follows from --num-rollout": "--train-iters --eval-iters",
     "the model is built by Penstock from config.json": """
         --use-mcore-models --use-flash-attn --use-checkpoint-args""",
@@ -158,10 +158,10 @@ _ACCEPTED = {  # why it changes nothing -> flags of Megatron-LM
         --async-save --use-dist-ckpt --use-checkpoint-opt-param-scheduler""",
     "the optimizer is always distributed, with fp32 states": """
         --use-distributed-optimizer --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d""",
-    "Penstock's kernels decide": """
+    "Penstock's kernels determine this": """
         --attention-softmax-in-fp32 --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm
         --no-async-tensor-model-parallel-allreduce --disable-bf16-reduced-precision-matmul --recompute-loss-function""",
-    "tokens are exchanged by all-to-all, beside the shared experts, and none is dropped": """
+    "tokens are exchanged by all-to-all, while the shared experts compute, and none is dropped": """
         --moe-token-dispatcher-type --moe-enable-deepep --moe-shared-expert-overlap --moe-token-drop-policy""",
     "load-balancing losses are never trained": "--moe-router-load-balancing-type",
 }
@@ -181,11 +181,12 @@ ACCEPTED: dict[str, str] = {flag: text for text, flags in _ACCEPTED.items() for 
     "--loss-mask-type qwen": f"{SFT_MASK} (of any model family)",
     "--loss-mask-type qwen3": f"{SFT_MASK} (of any model family)",
     "--loss-mask-type qwen3_5": f"{SFT_MASK} (of any model family)",
-    "--no-load-optim": "start weights are always loaded without optimizer state; a resumed run restores its own",
-    "--no-load-rng": "start weights are always loaded without RNG states; a resumed run restores its own",
-    "--finetune": "start weights are always loaded as round 0; a resumed run continues after its last round",
+    "--no-load-optim": "initial weights are always loaded without optimizer state; a resumed run restores its own",
+    "--no-load-rng": "initial weights are always loaded without RNG states; a resumed run restores its own",
+    "--finetune": "initial weights are always loaded as round 0; a resumed run continues after its last round",
     "--ckpt-format torch_dist": "checkpoints always have this format",
-    "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": "rollouts are always generated so",
+    "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": "rollouts are always generated in this "
+    "way",
     "--train-backend megatron": "Megatron-core always trains",
     "--qkv-format thd": "sequences are always packed",
     "--pg-loss-type ppo": "the policy loss is that of --advantage-estimator or --policy-loss",

@@ -51,7 +51,7 @@ variables, arrays and sourced model files are followed. Every flag becomes an op
   --run           start the recipe"""
 PROGRAMS = ("train.py", "train_async.py")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-UNKNOWN = re.compile(r"<[^>]+>")  # what the reader of the script could not compute
+UNKNOWN = re.compile(r"<[^>]+>")  # a value that `read_script` could not compute
 INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")  # kept with an unknown variable in the path
 SUPPORTED = re.compile(
     r"(glm-?4|glm-?z1|qwen-?2|qwen-?3|deepseek-?v3|deepseek-?r1|llama-?3|kimi-?k2|moonlight)", re.IGNORECASE
@@ -110,7 +110,7 @@ def import_script(path: Path) -> Recipe:
     environment = {k: v for k, v in os.environ.items() if not is_secret_name(k) and not secret.search(k.upper())}
 
     def find_source(source: str) -> Path | None:
-        """Return the file that the script sources: at its path, or beside the script in `models/`."""
+        """Return the file that the script sources: at its path, or in `models/` next to the script."""
         name = Path(source).name
         candidates = [Path(source), path.parent / source, path.parent / "models" / name]
         candidates += [parent / "scripts" / "models" / name for parent in path.resolve().parents]
@@ -143,7 +143,7 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
         for position, word in enumerate(words):
             if (name := word.rpartition("/")[2]) in PROGRAMS:
                 argv = words[position + 1 :]
-                for rest in script.commands[number + 1 :]:  # a line lacks its backslash: bash would run `--flag`
+                for rest in script.commands[number + 1 :]:  # a missing backslash: bash would run `--flag` as a command
                     if not rest[0].startswith("--"):
                         break
                     argv += rest
@@ -207,8 +207,8 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
 
 
 def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
-    """Return the arguments of a flag, some of which are known only when the script runs, as the recipe can have them;
-    [] if the flag is dropped."""
+    """Return the arguments that the recipe can contain for a flag with arguments that are known only when the script
+    runs; [] if the flag is dropped."""
     own = penstock_flags().get(name)
     if own is not None and own[1] in INPUTS:
         names = ", ".join(sorted(set(re.findall(r"<(\w+)>", " ".join(args)))))
@@ -222,7 +222,7 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
 
 
 def adapt(recipe: Recipe) -> None:
-    """Change what slime's scripts may ask for, and Penstock's checks would refuse, each with a comment."""
+    """Change values that slime accepts and Penstock's checks would refuse, and add a comment to each."""
     for name in ("run", "train", "rollout", "debug", "eval"):
         recipe.values.setdefault(name, {})
     adapt_run(recipe)
@@ -250,7 +250,8 @@ def adapt_run(recipe: Recipe) -> None:
 
 
 def adapt_rollout(recipe: Recipe) -> None:
-    """Name the teacher's server by its option, and seed the samples of deterministic inference, as slime does."""
+    """Move the address of the teacher's server to its own option, and seed the samples of deterministic inference, as
+    slime does."""
     rollout = recipe.values["rollout"]
     if entries_of(recipe.values, "train.opd").get("opd_type") == "sglang" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
@@ -259,7 +260,7 @@ def adapt_rollout(recipe: Recipe) -> None:
             recipe.dropped.append(f"--custom-rm-path {path}: the run itself asks the teacher for its log-probs")
         if "rm_type" not in rollout:
             rollout["rm_type"] = "zero"
-            recipe.comments["rollout", "rm_type"] = "the teacher is the only signal"
+            recipe.comments["rollout", "rm_type"] = "the teacher's log-probs are the only training signal"
     if rollout.get("engine_options", {}).get("enable_deterministic_inference"):
         rollout.setdefault("rollout_sampling_seeds", True)
         recipe.comments["rollout", "rollout_sampling_seeds"] = (

@@ -2,10 +2,10 @@
 
 Supported are assignments, arrays, `+=`, `export`, quotes, comments, continued lines, `${NAME}`, `${NAME:-default}`,
 `${NAME[@]}`, `$((...))` of integers, `source`, and of commands in `$(...)` those that compute a path or numbers: `cd`,
-`dirname`, `basename`, `realpath`, `pwd`, `echo` and `seq`. Of an `if` block the branch is read whose condition holds,
-as far as it compares known texts, else the first one; loops, functions and here-documents are skipped. A variable that
-the script does not set has its value in `environment`. What cannot be known without execution becomes `<...>` in a
-word.
+`dirname`, `basename`, `realpath`, `pwd`, `echo` and `seq`. In an `if` block, the branch whose condition holds is read,
+if the condition compares known texts; otherwise the first branch. Loops, functions and here-documents are skipped. A
+variable that the script does not set has its value in `environment`. A value that cannot be known without execution
+becomes `<...>` in a word.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.storage.disk import read_file
 MAX_BYTES = 1 << 20
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _BLOCK_ENDS = {"fi": "if", "done": "do", "esac": "case", "}": "{"}
-MAX_NUMBERS = 10_000  # that `seq` may give
+MAX_NUMBERS = 10_000  # maximum length of a sequence from `seq`
 _SCRIPT_PATH = re.compile(r"\$0|\$\{0\}|\$\{?BASH_SOURCE(\[0\])?\}?")
-_QUOTES = "\u201c\u201d\u2018\u2019"  # of a word processor, which bash takes literally
+_QUOTES = "\u201c\u201d\u2018\u2019"  # typographic quotes, which bash takes literally
 
 
 @dataclass
 class Script:
-    """What a script defines and runs."""
+    """The commands and sourced files of a script."""
 
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
@@ -89,8 +89,8 @@ class _Reader:
             self.read_command(statement)
 
     def condition(self, text: str) -> bool | None:
-        """Return whether a condition of an `if` holds that compares two texts or tests for an empty one; None if it is
-        another condition or a text is not known."""
+        """Return whether the condition of an `if` holds, if it compares two known texts or tests whether one is empty;
+        otherwise return None."""
         match = re.fullmatch(r"\s*\[\[?\s+(.*?)\s+\]\]?\s*", text, re.DOTALL)
         words = list(self.expand_words(match[1])) if match else []
         if any("<" in word for word in words):
@@ -136,7 +136,7 @@ class _Reader:
             elif raw.startswith("$(seq "):
                 yield from self.expand(raw).split("\n")
             elif re.fullmatch(r"\$[@*]", raw.strip('"')):
-                continue  # the arguments of the script, which is read without any
+                continue  # `$@`: the script is read without arguments
             else:
                 yield self.expand(raw).strip(_QUOTES)
 
@@ -222,7 +222,8 @@ def split_statements(text: str) -> Iterator[str]:
     start = position = 0
     while position <= len(text):
         rest = text[position : position + 2]
-        redirects = text[position - 1 : position] == ">" or rest == "&>"  # of `&` in 2>&1 or &>file
+        # this `&` belongs to a redirection: 2>&1 or &>file
+        redirects = text[position - 1 : position] == ">" or rest == "&>"
         if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not redirects):
             if statement := text[start:position].strip():
                 yield statement

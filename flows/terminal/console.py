@@ -19,7 +19,7 @@ from penstock.flows.terminal.escape import StreamProxy, escape_controls, unescap
 
 
 class TerminalConsole(Console):
-    """A console that writes its own control codes, and escapes those in what is printed."""
+    """A console that writes its own control codes, and escapes control codes in printed texts."""
 
     def __init__(self, *, file: IO[str] | None = None, **options: Any) -> None:
         super().__init__(file=unescaped(file or sys.stdout), **options)
@@ -73,7 +73,7 @@ class LiveRegion(Live):
     """Lines at the bottom of a terminal, redrawn four times a second, with other output above them. Thread-safe.
 
     While it is open, what this process writes to sys.stdout and sys.stderr appears above the region. The cursor is on
-    the line below it: a process that is killed leaves the terminal usable as it is.
+    the line below it: a killed process leaves the terminal usable.
     """
 
     def __init__(self, console: Console, render: Callable[[int, int], Sequence[Text]]) -> None:
@@ -88,7 +88,7 @@ class LiveRegion(Live):
     def get_renderable(self) -> RenderableType:
         """Return the lines of the region for the present size of the terminal."""
         width, height = self.console.size
-        with suppress(RuntimeError):  # a dictionary grew while it was drawn: show the frame before
+        with suppress(RuntimeError):  # a dictionary grew while it was drawn: show the previous frame
             lines = list(self._render(width - 1, height - 1))[: max(height - 1, 0)]  # no line wraps
             for line in lines:
                 line.truncate(width - 1, overflow="ellipsis")

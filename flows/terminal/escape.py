@@ -1,4 +1,4 @@
-"""What a command prints reaches the terminal through this module: control characters are escaped.
+"""Escape control characters in everything that a command prints to the terminal.
 
 Samples, names and errors may contain text that a model or a data set wrote. A terminal obeys its control sequences,
 which set the title, clear the screen, hide text, or show a link to a place that it does not name. Imports only the
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any
 
-# C0 but tab and newline, C1, format characters that are not seen (bidirectional controls, tags, ...; not the joiners of
+# C0 except tab and newline, C1, invisible format characters (bidirectional controls, tags, ...; not the joiners of
 # emoji and scripts), separators of lines, and halves of surrogate pairs, which no encoding can print.
 _CONTROL = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ud800-\\udfff"
@@ -28,7 +28,7 @@ def escape_controls(text: str) -> str:
 
 
 class StreamProxy:
-    """A text stream that replaces `write`, in a subclass, and has everything else of the original stream."""
+    """Base of text streams that replace `write` and delegate everything else to the original stream."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -65,6 +65,7 @@ def escaped_output() -> Iterator[None]:
 
 
 def unescaped(stream: IO[str]) -> IO[str]:
-    """Return the stream below an escaping one, for control codes of our own; another stream as it is."""
+    """Return the original stream of an escaping stream, for Penstock's own control codes; other streams are returned
+    unchanged."""
     original: IO[str] = getattr(stream, "unescaped", stream)
     return original

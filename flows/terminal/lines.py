@@ -18,7 +18,7 @@ from rich.text import Text
 
 from penstock.storage.commit import Commit, eval_rewards
 
-MAX_COLUMNS = 100  # of the line of a round
+MAX_COLUMNS = 100  # width of the line of a round
 BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
 
 
@@ -26,7 +26,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
 class Column:
     """A number in the line of a round."""
 
-    label: str  # docs/metrics.md describes it
+    label: str  # described in docs/metrics.md
     metrics: tuple[str, ...]  # the first one present is shown
     style: str  # format of the number
     rank: int  # columns with a higher rank are left out first if the line is too long
@@ -35,7 +35,7 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("rollout/raw_reward",), ".3f", 0, hidden_at_zero=False),
-    Column("loss", ("train/loss",), "z.4f", 4),  # of one on-policy step it is a rounding error around 0
+    Column("loss", ("train/loss",), "z.4f", 4),  # of a single on-policy step: only a rounding error around 0
     Column("value", ("train/critic-value_loss",), ".4f", 11),
     Column("kl", ("train/kl_loss", "train/ppo_kl"), ".1e", 5),
     Column("grad", ("train/grad_norm",), ".2g", 7),
@@ -84,8 +84,8 @@ class RoundLines:
         width: int = MAX_COLUMNS,
     ) -> Text:
         """Return the line of a round, of at most `width` columns, unless reward and time alone are longer. `step` is
-        the rollout in a run without training; of the weight updates (`publish_seconds`) the last one counts; `overlap`
-        are metrics of an asynchronous run that are not in commits."""
+        the commit of the step or, in a run without training, of the rollout; only the last entry of `publish_seconds`
+        (weight updates) counts; `overlap` are metrics of an asynchronous run that are not in commits."""
         texts = self.add({**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})})
         ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
         if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
@@ -131,7 +131,7 @@ def short_exponent(number: str) -> str:
 
 
 def describe_commit(commit: Commit, num_rounds: int) -> str:
-    """Return the line of a commit by itself: that of a step without the columns of its rollout."""
+    """Return the line of a single commit; for a step, without the columns of its rollout."""
     if commit.kind in ("rollout", "step"):
         return RoundLines(num_rounds).format(commit).plain
     return EVENT_LINES[commit.kind](commit).strip()

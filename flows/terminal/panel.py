@@ -59,7 +59,7 @@ class Activity:
 
 
 class Panel:
-    """The state of the panel, and how it is drawn. `num_rounds` is 0 if the flow does not train."""
+    """The state of the panel, and the methods that draw it. `num_rounds` is 0 if the flow does not train."""
 
     def __init__(self, run: str, flow: str, num_rounds: int) -> None:
         self.run = run
@@ -74,7 +74,7 @@ class Panel:
         self.last_round = ""  # durations of the stages of the newest round
         self.samples: Sequence[Text] = ()  # best and worst sample of the newest round
         self.machine: Mapping[str, float] = {}  # newest system metrics
-        self.phase = ""  # what happens outside the stages, for instance the shutdown
+        self.phase = ""  # activity outside of the stages, for instance the shutdown
         self._activities: list[Activity] = []
         self._finished: set[str] = set()  # stages that this start has finished
         self._started_at = time.monotonic()
@@ -94,7 +94,7 @@ class Panel:
             self._activities.remove(activity)
 
     def finish_round(self, rollout_id: int) -> None:
-        """Count a round that this start has trained."""
+        """Count a round that this start (this execution of the run) has trained."""
         self.num_done = max(self.num_done, rollout_id + 1)
         self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic()]
 
@@ -142,7 +142,7 @@ class Panel:
         return [Text("─" * width, style="dim"), *lines] if len(lines) < height else lines[:height]
 
     def phase_row(self, otherwise: str) -> Text:
-        """Return one line: what happens now, and for how long."""
+        """Return one line with the current phase and its duration; `otherwise` is shown if there is no phase."""
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
         elapsed = format_duration(now - self._started_at)
@@ -160,14 +160,14 @@ class Panel:
         return Text.assemble(*parts, "  " if size else "", text, "  ", (times, "dim"))
 
     def _activity_rows(self, width: int) -> list[Text]:
-        """Return a line for each running activity; for the shutdown and the time between two stages, one."""
+        """Return a line for each running activity, or a single line during the shutdown or between two stages."""
         now, rows = time.monotonic(), []
         frame = SPINNER[int(now * 8) % len(SPINNER)]
         activities = list(self._activities)
         nested = {activity.stage for activity in activities if activity.total is not None}
         for activity in activities:
             if activity.total is None and activity.stage in nested:
-                continue  # the line with the bar says more
+                continue  # the activity with a progress bar has its own line
             parts: list[str | tuple[str, str]] = [(f"{frame} ", "cyan"), activity.title]
             if activity.total:
                 size = max(0, min(30, width - len(activity.title) - 30))
@@ -220,15 +220,15 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
     return words
 
 
-# ---- before a run has a display ------------------------------------------------------------------------------------
+# ---- before a run has a display --------------------------------------------------------------------------------------
 
 _shown: list[tuple[Panel, LiveRegion]] = []  # at most one, on a terminal
 
 
 def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
-    """Show what the command waits for now: on a terminal in one line that `end_wait` erases, otherwise as a line, which
-    with `as_json` (--log-format json) is JSON, or not at all with `only_on_terminal`: a refused command prints nothing
-    but its error."""
+    """Show what the command is waiting for: on a terminal in one line that `end_wait` erases; otherwise as a printed
+    line (JSON with `as_json`, --log-format json). With `only_on_terminal` it is not printed elsewhere, so that a
+    refused command prints only its error."""
     console = TerminalConsole(file=sys.stdout, highlight=False)
     if only_on_terminal and (as_json or not can_redraw(console)):
         return
@@ -247,6 +247,6 @@ def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_termin
 
 
 def end_wait() -> None:
-    """Erase what the command waited for. Safe to call twice."""
+    """Erase the line of `show_wait`. Safe to call twice."""
     while _shown:
         _shown.pop()[1].stop()

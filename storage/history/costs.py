@@ -2,10 +2,11 @@
 
 Devices are GPUs; on a machine without GPUs they are the trainer's processes and the engines. For every device, the
 seconds of its stages and its idle seconds add up to the time that drivers of the run were alive. If two stages overlap
-on a device (a checkpoint that is saved during an evaluation on the same GPUs), their common time counts for the one
-that started later. Idle includes starts, weight updates and waits.
+on a device (a checkpoint that is saved during an evaluation on the same GPUs), the overlap counts for the stage that
+started later. Idle time includes startup, weight updates and waits.
 
-Energy is that of the GPUs, where the driver's node has their counters (engines/local_gpus.py); otherwise it is absent.
+Energy is that of the GPUs, if the node of the driver has energy counters for them (engines/local_gpus.py); otherwise it
+is absent.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class RoundCost:
-    """What one round used."""
+    """The resources that one round used."""
 
     rollout_id: int
     device_seconds: dict[str, float] = field(default_factory=dict)  # stage -> seconds
@@ -62,14 +63,15 @@ class RoundCost:
 
 @dataclass
 class RunCosts:
-    """What a run used, over all of its starts."""
+    """The resources that a run used, over all of its starts."""
 
     wall_seconds: float = 0.0  # time in which a driver was alive
     num_starts: int = 0
     device_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # devices -> stage or IDLE -> seconds
     num_devices: dict[str, int] = field(default_factory=dict)  # devices -> their number in the last start
     rounds: list[RoundCost] = field(default_factory=list)
-    checkpoints: dict[int, float] = field(default_factory=dict)  # policy version -> device-seconds since the one before
+    # policy version -> device-seconds since the previous one
+    checkpoints: dict[int, float] = field(default_factory=dict)
     joules: dict[str, float] = field(default_factory=dict)  # stage or IDLE -> energy, where it was measured
     checkpoint_joules: dict[int, float] = field(default_factory=dict)  # policy version -> energy, as `checkpoints`
 
@@ -103,12 +105,12 @@ class RunCosts:
 
 
 def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
-    """Return what a run used. Commits that a fork shares with its parent do not count."""
+    """Return the resources that a run used. Commits that a fork shares with its parent do not count."""
     return sum_costs(read_own_commits(store, keys), read_starts(store, keys))
 
 
 def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iterator[tuple[int, StartEnd, RunCosts]]:
-    """Yield (number of a start, its end, what the run had used until then) for each start that was not killed, or only
+    """Yield (number of a start, its end, costs of the run up to that end) for each start that was not killed, or only
     for start `number`."""
     commits, starts = read_own_commits(store, keys), read_starts(store, keys)
     for n, (_, end) in enumerate(starts):
@@ -117,7 +119,7 @@ def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iter
 
 
 def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
-    """Return the commits of a run without those that a fork shares with its parent, and without rescored evaluations,
+    """Return the commits of a run, except commits that a fork shares with its parent, and except rescored evaluations,
     which are made when no driver is alive."""
     record = read_run_record(store, keys)
     first_step = record.parent.at if record and record.parent else 0
@@ -126,7 +128,7 @@ def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
 
 
 def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd | None]]) -> RunCosts:
-    """Return what a run used, from its own commits and its starts."""
+    """Return the resources that a run used, computed from its own commits and its starts."""
     starts = close_starts(recorded_starts, commits)
     costs = RunCosts(sum(end - start.at for start, end in starts), len(starts))
     on_gpus = any(commit.state.get("fingerprint", {}).get("cuda") for commit in commits if commit.kind == "step")
@@ -165,11 +167,11 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
 
 
 def energy_by_stage(commits: list[Commit], starts: list[tuple[Start, StartEnd | None]]) -> dict[str, float]:
-    """Return stage -> joules, of the stages whose energy was measured, and the idle rest of the starts that have
-    recorded their total. {} if no energy was measured.
+    """Return the energy in joules of each stage where it was measured, and under IDLE the rest of the total energy that
+    the starts recorded. {} if no energy was measured.
 
-    Two stages on the same GPUs at the same time (an evaluation during a rollout) both count its energy, so idle may be
-    too small, but not negative.
+    If two stages use the same GPUs at the same time (an evaluation during a rollout), both count the energy of that
+    time, so IDLE may be too small, but is never negative.
     """
     joules: Counter[str] = Counter()
     for commit in commits:
@@ -184,8 +186,8 @@ def energy_by_stage(commits: list[Commit], starts: list[tuple[Start, StartEnd | 
 
 
 def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) -> dict[str, float]:
-    """Return how many seconds between `begin` and `end` each stage took, and the idle rest; the sum is end - begin. A
-    moment in several intervals counts for the one that began last."""
+    """Return the seconds between `begin` and `end` that each stage took, and under IDLE the rest; the sum is end -
+    begin. Where intervals overlap, the time counts for the one that began last."""
     clipped = [Interval(max(i.begin, begin), min(i.end, end), i.stage) for i in intervals]
     events = sorted((time, order, i) for i in clipped if i.begin < i.end for order, time in enumerate((i.begin, i.end)))
     seconds: Counter[str] = Counter()
@@ -200,7 +202,7 @@ def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) ->
 
 
 def close_starts(starts: list[tuple[Start, StartEnd | None]], commits: list[Commit]) -> list[tuple[Start, float]]:
-    """Return each start with the time of its end; for a killed one that of its last commit."""
+    """Return each start with the time of its end; a killed start ends at the time of its last commit."""
     closed = []
     for index, (start, end) in enumerate(starts):
         until = starts[index + 1][0].at if index + 1 < len(starts) else float("inf")
@@ -230,7 +232,8 @@ def costs_of_rounds(commits: list[Commit], start: Start) -> list[RoundCost]:
 
 
 def sum_by_checkpoint(of_rounds: dict[int, float], saves: dict[int, float]) -> dict[int, float]:
-    """Return the sum over the rounds since the checkpoint before and the save, by policy version."""
+    """Return, by the policy version of each checkpoint, the sum of `of_rounds` over the rounds since the previous
+    checkpoint, plus `saves`, the cost of saving the checkpoint."""
     versions = sorted(saves)
     return {
         version: sum(value for index, value in of_rounds.items() if before <= index < version) + saves[version]

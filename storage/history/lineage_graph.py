@@ -3,8 +3,8 @@
 The graph is read from the commit records alone. A node is a commit, or an artifact outside of the store (a prompt file,
 a Hugging Face model). The inputs of a node, by role:
 
-    model        the model that it was converted from; an export or a checkpoint of the same store if it is one, and
-                 the files of a run that it is a copy of (`penstock export`)
+    model        the source that it was converted from: a model directory, or an export or a checkpoint of this store;
+                 for a directory that `penstock export` wrote, also the files of the run that were copied
     rollout      the policy that generated it, and the prompt files
     step         the rollout that it trained on, the policy before it, and the reference and teacher models
     checkpoint   the step that made its weights, or the model for policy version 0
@@ -127,7 +127,7 @@ def read_lineage(store: Store) -> LineageGraph:
 
 
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
-    """Return the commits of a fork that are copies of its parent's: key of the copy -> key of the original."""
+    """Return the commits of a fork that are copies of its parent's commits: key of the copy -> key of the original."""
     record = read_run_record(store, keys)
     if record is None or record.parent is None:
         return {}
@@ -155,7 +155,7 @@ def inputs_of(graph: LineageGraph, key: str, commit: Commit, attempts: dict[str,
     for role, value in commit.inputs.items():
         if value.endswith(commit_key("")):
             yield role, graph.resolve(value)
-        else:  # a path; of an export or a checkpoint if this store has its attempt, wherever the store was then
+        else:  # a path, perhaps that of an attempt in this store before the store was moved
             yield role, attempts.get(attempt_in_path(value) or "", value)
 
 
@@ -218,7 +218,7 @@ def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, va
             unreadable = unreadable or prefix
     if unreadable:
         raise StoreError(
-            f"no shard that can be read has {value}, but one of {unreadable} is missing or damaged: restore it from a "
-            f"backup (`penstock verify {run}` names it)"
+            f"{column} {value!r} was not found in the readable shards of run {run!r}, and a shard of {unreadable} is "
+            f"missing or damaged: restore that shard from a backup (`penstock verify {run}` prints its path)"
         )
     return ""

@@ -30,7 +30,7 @@ class ParentRecord(Frozen):
     at: int = Field(ge=0)  # the first round that is not shared
     restart_data: bool  # whether the data restarts at round `at` (first epoch, first row); prompt numbers continue
     restarts: list[int]  # all rounds at which the data restarted, including those of the parent
-    # Whether groups that round `at` - 1 left in the buffer lose their responses and get the fork's size.
+    # Whether the groups that round `at` - 1 left in the buffer are generated again, with the fork's group size.
     discard_responses: bool
     config: RecordedConfig  # of the parent, with which the rounds before `at` were trained
     parent: ParentRecord | None  # the parent's own origin, if it is a fork itself
@@ -49,7 +49,7 @@ class RunRecord(Frozen):
 
     record_version: Literal[1] = 1
     flow: Literal["post_train", "sft", "evaluate"]
-    config: RecordedConfig  # with everything decided that the options leave open
+    config: RecordedConfig  # all options, with the values that Penstock chose where none was given
     given: RecordedConfig  # the options that were given
     config_hash: str
     directory: str  # working directory of the first start; paths below it still match after the project is moved
@@ -94,7 +94,7 @@ class Start(Frozen):
 
     at: float = Field(default_factory=time.time)  # seconds since the epoch
     host: str = ""
-    user: str = ""  # login name of the process that drives the run
+    user: str = ""  # login name of the user who runs the driver process
     flow_run: str = ""  # URL of the Prefect flow run, or its id if there is no UI
     code_version: str = ""
     trainer_devices: int = 0  # GPUs of the trainer; on a machine without GPUs, its processes
@@ -111,10 +111,10 @@ class StartEnd(Frozen):
 
 
 class Completion(Frozen):
-    """What a start that left nothing to do has completed."""
+    """The state in which a start completed its run: a later start with equal values has nothing to do."""
 
     options: str  # hash of the options that determine the results
-    outputs: dict[str, Any]  # options that write or remove other files, without defaults: name -> JSON value
+    outputs: dict[str, Any]  # options that write or remove other files, if not defaults: name -> JSON value
 
 
 def login_name() -> str:
@@ -145,7 +145,8 @@ def record_completion(store: Store, keys: RunKeys, number: int, completion: Comp
 
 
 def read_completion(store: Store, keys: RunKeys) -> Completion | None:
-    """Return what the run's last start has completed; None if it has not, or if the run has no starts."""
+    """Return the completion that the run's last start recorded; None if it did not complete, or if there are no
+    starts."""
     last = max((number for number, _ in list_starts(store, keys)), default=-1)
     return store.read_record(Completion, f"{keys.prefix}/starts/{last:06d}.complete")
 

@@ -50,7 +50,7 @@ class Audit:
     num_samples: int = 0  # in rollouts; evaluations are not counted
     num_prompts: int = 0  # with samples in rollouts
     num_epochs: int = 0  # started epochs of the prompt data
-    num_off_policy: int = 0  # rollouts that the start weights generated although they are not the first
+    num_off_policy: int = 0  # rollouts after the first that the initial weights generated
     num_expired: int = 0  # checkpoints with a tombstone
     num_orphans: int = 0  # files that nothing needs (deletion.py)
     orphan_bytes: int = 0
@@ -73,7 +73,7 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
 
 
 def kind_and_index(prefix: str) -> tuple[str, int]:
-    """Return what the commit record of a stage of a run must contain, according to its key."""
+    """Return the kind and the index that a commit record must contain, derived from the prefix of its stage."""
     directory, number = prefix.split("/")[2:4]
     return directory.removesuffix("s"), int(number)
 
@@ -132,7 +132,7 @@ class _RunAudit:
                 if data is None:
                     if prefix.startswith("models/"):
                         self.add_problem(
-                            f"{key} is missing, the record of an initial model of the run: convert the model again"
+                            f"{key}, the record of an initial model of the run, is missing: convert the model again"
                         )
                     continue
                 commits[prefix] = decode_record(Commit, key, data)
@@ -253,7 +253,8 @@ class _RunAudit:
             # The step is read again, since the run may have committed it during the audit.
             if last > num_trained and self.store.read(commit_key(self.keys.step_prefix(last - 1))) is None:
                 self.add_problem(
-                    f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained rounds"
+                    f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained "
+                    f"rounds; restore its missing steps from a backup"
                 )
 
     def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:

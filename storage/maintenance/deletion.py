@@ -1,4 +1,4 @@
-"""Deletion of checkpoints, runs and orphans, safe beside drivers and forks, and repeatable after a kill.
+"""Deletion of checkpoints, runs and orphans; safe while drivers and forks are active, and repeatable after a kill.
 
 A checkpoint expires in this order: create a tombstone (`checkpoints/000020.expired.json`, which contains the commit),
 delete the commit record, delete the files, unless another run's commit lists them (forks share files). After a kill,
@@ -114,7 +114,8 @@ def expire_checkpoints(
         return []
     kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
     commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
-    bases = {commit.inputs.get("base") for commit in commits if commit}  # with the base weights of later adapters
+    # checkpoints whose base weights later adapters need
+    bases = {commit.inputs.get("base") for commit in commits if commit}
     kept |= {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
     if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
         kept.add(winner)
@@ -142,7 +143,7 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
 
 
 def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[int]) -> int | None:
-    """Return the policy version in `versions` whose evaluations have the highest `metric`, the newest of equal ones, or
+    """Return the policy version in `versions` whose evaluations have the highest `metric`, the newest of several, or
     None if no evaluation of these versions has the metric."""
     scores: dict[int, float] = {}
     for version in versions:
@@ -156,9 +157,10 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
 
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
-    """Return those of `versions`, the run's checkpoints, from which its forks, or the run itself as a fork, start.
+    """Return the checkpoints among `versions` from which forks of the run start; for a run that is a fork, also the one
+    from which it starts itself.
 
-    For a fork at round N this is the newest checkpoint up to version N.
+    A fork at round N starts from the newest checkpoint up to version N.
     """
     points: list[int] = []
     for run in store.list("runs"):
@@ -197,7 +199,7 @@ def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> N
         existing = read_tombstone(store, prefix)
         if existing is not None and existing.commit.attempt == commit.attempt:
             break  # another driver has created the same tombstone; both may delete the checkpoint
-        if existing is not None:  # a tombstone of an earlier save of this version, which was saved again
+        if existing is not None:  # the tombstone of an earlier checkpoint of this version, saved again since
             _delete_expired_checkpoint(store, keys, version, existing)
             store.delete([tombstone_key(prefix)])
     _delete_expired_checkpoint(store, keys, version, tombstone)
@@ -240,7 +242,7 @@ def remove_run(
 
     Args:
         own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
-        only_remains: remove only what an earlier removal or an unfinished fork has left.
+        only_remains: remove only the files that remain of an earlier removal or an unfinished fork.
     """
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
@@ -319,7 +321,7 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
         now: the current time by the store's clock (`leases.store_time`); by the local clock if not given.
     """
     now = time.time() if now is None else now
-    limit, limit_of_probes = now - older_than, now - max(older_than, TTL)  # a probe has no lease
+    limit, limit_of_probes = now - older_than, now - max(older_than, TTL)  # a probe file has no lease
     contents = _Contents(store)
     units: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
     for key, file in contents.files.items():
@@ -368,7 +370,7 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
     if not try_claim_for_deletion(store, orphan.key, now):
         return False
     if not _committed_files(store, orphan.key.rpartition("/")[0]).isdisjoint(orphan.files):
-        withdraw_deletion_claim(store, orphan.key)  # the writer has committed it meanwhile
+        withdraw_deletion_claim(store, orphan.key)  # the writer committed the attempt before the claim
         return False
     failpoint("gc-condemned")
     guards = [lease_key(orphan.key), claim_key(orphan.key)]
@@ -389,7 +391,7 @@ def _committed_files(store: Store, prefix: str) -> set[str]:
 
 
 class _Contents:
-    """All files of a store, and what its records say of them."""
+    """All files of a store, and what its records say about them."""
 
     def __init__(self, store: Store) -> None:
         self.files = files = {file.key: file for file in store.walk("")}
@@ -448,14 +450,15 @@ class _Contents:
 
 
 def _read_records(store: Store, keys: list[str], model: type[Record]) -> dict[str, Record]:
-    """Return the records at `keys` by key. Records that were deleted meanwhile are skipped."""
+    """Return the records at `keys` by key. Records that no longer exist are skipped."""
 
     def read(key: str) -> Record | None:
         try:
             return store.read_record(model, key)
         except StoreError as error:
             raise StoreError(
-                f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"
+                f"{error}; it is unknown which files this record needs, so nothing is deleted "
+                "(details: `penstock verify`)"
             ) from error
 
     records = map_in_threads(read, keys, NUM_REQUESTS)

@@ -39,14 +39,15 @@ class ServedRound:
 
     problems: list[str]
     ids: np.ndarray  # [samples] uint64, hashes of the sample ids
-    served: dict[int, Source]  # prompts with samples: issue number (count of prompts taken by the run) -> source
+    # prompts with samples: issue number (position in the run's sequence of prompts) -> source
+    served: dict[int, Source]
     buffered: dict[int, Source] = field(default_factory=dict)  # prompts in the buffer for a later round
     dropped: dict[int, Source] = field(default_factory=dict)  # prompts that dynamic sampling dropped
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
-    """Read the samples of a rollout or evaluation, and check what needs no other commit: sample ids, group sizes,
-    policy versions and metrics."""
+    """Read the samples of a rollout or evaluation, and check what can be checked without other commits: sample ids,
+    group sizes, policy versions and metrics."""
     problems: list[str] = []
     ids: list[str] = []
     served: dict[int, Source] = {}
@@ -121,7 +122,8 @@ def matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commit
 
 
 def max_staleness(commit: Commit) -> int:
-    """Return by how many policy versions the samples of a rollout may be older than the policy that they train."""
+    """Return by how many policy versions the samples of a rollout may be older than the policy that is trained on
+    them."""
     return int(commit.state.get("max_staleness", 0))
 
 
@@ -140,7 +142,7 @@ def describe_summary_problems(
 ) -> list[str]:
     """Return a problem for every metric of a commit that differs from the value computed from its samples.
 
-    In the mean reward of an evaluation, a sample without a reward counts as 0; in that of a rollout it is left out.
+    In the mean reward of an evaluation, a sample without a reward counts as 0; in that of a rollout, it is left out.
     """
     graded = [reward for reward in rewards if reward is not None]
     name, num_samples = prefix.rpartition("/")[2], max(len(rewards), 1)
@@ -182,7 +184,7 @@ class PromptAudit:
 
     def __init__(self, restarts: set[int]) -> None:
         self.restarts = restarts  # rounds at which a fork restarted the data from the beginning
-        self.num_epochs = 0  # started epochs, including those before a restart of the data
+        self.num_epochs = 0  # started epochs, including epochs before a restart of the data
         self._past_epochs = 0
         self._before: dict[str, Any] = {"issued": 0, "segments": []}
         self._cursors: dict[int, EpochCursor] = {}  # by file index if files are weighted, else one with key 0
@@ -250,7 +252,7 @@ class PromptAudit:
             )
         if num_skipped != self._num_skipped and not problems:
             problems.append(
-                f"{commit_key(prefix)} records {num_skipped} skipped prompts, but its samples leave out "
+                f"{commit_key(prefix)} records {num_skipped} skipped prompts, but its samples lack "
                 f"{self._num_skipped} prompts of the data"
             )
         return problems
@@ -305,7 +307,7 @@ class PromptAudit:
 
 def split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
     """Split the position in all prompt files together into one per file, for a run resumed with --prompt-data-weights.
-    `segments` are those of the data source's state: blocks of rows, in the order in which the run visits them."""
+    `segments`, from the data source's state, are blocks of rows, in the order in which the run visits them."""
     cursors: dict[int, EpochCursor] = {}
     visited = cursor.cursor
     for segment in segments:

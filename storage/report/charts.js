@@ -1,5 +1,6 @@
 
-// Curves, time line and lineage: SVG drawn for the width of its container, with a read-out for mouse, touch and keyboard.
+// Curves, time line and lineage: SVG drawn for the width of its container, with a read-out for mouse, touch and
+// keyboard.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -27,7 +28,8 @@ function ticks(low, high, count) {
   return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 
-// ---- curves -----------------------------------------------------------------------------------------------------------
+// ---- curves
+// -----------------------------------------------------------------------------------------------------------
 
 const CURVES = [
   { title: "Reward", unit: "mean of a round", series: [["rollout/raw_reward", "reward"]] },
@@ -188,7 +190,8 @@ function listen(node, state, show, find, count) {
   });
 }
 
-// ---- time line --------------------------------------------------------------------------------------------------------
+// ---- time line
+// --------------------------------------------------------------------------------------------------------
 
 const LANES = [["rollout", "rollout"], ["step", "train"], ["checkpoint", "checkpoint"], ["eval", "evaluate"], ["export", "export"]];
 const LANE_HEIGHT = 26, LANE_LEFT = 78;
@@ -276,7 +279,7 @@ function drawTimeline(stages, gaps, range, width, readout) {
   return node;
 }
 
-// Draws one bar per stage; a bar that would cover the same pixel as the one before in its lane is left out.
+// Draws one bar per stage; a bar that would cover the same pixel as the previous one in its lane is left out.
 function drawBars(node, shown, px, scale) {
   const covered = LANES.map(() => -Infinity);
   return shown.map((stage, at) => {
@@ -299,7 +302,8 @@ function describeStage(stage, start) {
     ", committed after " + formatSeconds(stage.end - start) + " (" + parts.map(([name, value]) => name + " " + formatSeconds(value)).join(", ") + ")";
 }
 
-// ---- lineage ----------------------------------------------------------------------------------------------------------
+// ---- lineage
+// ----------------------------------------------------------------------------------------------------------
 
 function showLineage(overview) {
   const { lineage, header } = overview;
@@ -319,14 +323,14 @@ function showLineage(overview) {
     lazyDetails("Checkpoints, evaluations and exports with their inputs", () => scrolling(table(["", "version", "size", "inputs", "from"], rows), "tall"))));
 }
 
-// The versions of the policy from left to right; what was made of each stands below it.
+// The policy versions from left to right; below each, its checkpoint, evaluations and exports.
 function drawLineage(lineage, header, width) {
   const lanes = [["checkpoints", lineage.checkpoints, 2], ["evaluations", lineage.evaluations, 3], ["exports", lineage.exports, 4]];
   const last = Math.max(header.num_rounds, 1);
   const [left, top, step] = [88, 26, 30];
   const px = (version) => left + ((width - left - 26) * version) / last;
   const node = svg("svg", { class: "chart", viewBox: "0 0 " + width + " " + (top + step * 3 + 16), role: "img",
-    "aria-label": "Lineage: model, " + header.num_rounds + " rounds, and what was made of the policy versions" });
+    "aria-label": "Lineage: model, " + header.num_rounds + " rounds, and what was made from the policy versions" });
   node.append(svg("text", { x: 0, y: top + 4 }, "policy version"), svg("line", { class: "spine", x1: px(0), x2: px(last), y1: top, y2: top }));
   for (const version of ticks(0, last, Math.max(2, Math.floor(width / 110))).filter(Number.isInteger)) {
     node.append(svg("line", { class: "spine", x1: px(version), x2: px(version), y1: top - 4, y2: top + 4 }),

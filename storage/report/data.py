@@ -37,7 +37,7 @@ class OptionRow:
 
 @dataclass(frozen=True)
 class ReportInput:
-    """What the report needs besides commits: values that are defined above the storage layer."""
+    """What the report needs besides commits: values that layers above `storage` compute."""
 
     record: RunRecord
     num_planned_rounds: int
@@ -115,8 +115,8 @@ def is_inherited(keys: RunKeys, record: RunRecord, commit: Commit) -> bool:
 
 
 def find_gaps(store: Store, keys: RunKeys, commits: list[Commit]) -> list[dict[str, Any]]:
-    """Return the times between two starts of the run, in which no driver was alive, and how the first one ended.
-    `commits` are without those that the run shares with its parent."""
+    """Return the times between two starts of the run, in which no driver was alive, and how the earlier start ended.
+    `commits` do not include those that the run shares with its parent."""
     starts = read_starts(store, keys)
     ends = [end for _, end in close_starts(starts, commits)]
     return [
@@ -131,7 +131,7 @@ def collect_events(
     gaps: list[dict[str, Any]],
     changes: list[ScheduleChange],
 ) -> list[dict[str, Any]]:
-    """Return the traces of faults and restarts, in time: {"at": time, "text": what the commits show}."""
+    """Return the faults and restarts of the run, ordered by time: {"at": time, "text": description}."""
     ends = {stage["index"]: stage["end"] for stage in stages if stage["kind"] == "rollout"}
     events = [
         {"at": gap["end"], "text": f"started again {gap['end'] - gap['start']:.0f} s after it had {gap['after']}"}
@@ -231,7 +231,7 @@ def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compar
 
 
 def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: list[Commit]) -> dict[str, Any]:
-    """Return the models and runs that the run is made from, and the checkpoints, evaluations and exports made of it."""
+    """Return the models and runs that the run is made from, and its checkpoints, evaluations and exports."""
     origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
     parents, parent = [], record.parent
     while parent is not None:
@@ -269,7 +269,7 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
 def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the device-seconds of a run, and the seconds of every part of every kind of stage.
 
-    Stages that a fork shares with its parent are not counted, their rounds neither.
+    Stages that a fork shares with its parent are not counted, and neither are their rounds.
     """
     price = config.get("run", {}).get("price_per_device_hour")
     parts: dict[str, dict[str, float]] = {}
@@ -290,7 +290,8 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
     rows = []
     for option in given.options:
         row = asdict(option) | {"changed": option.value != option.default}
-        absent = option.default if parent and "." in option.section else option.value  # or an option not recorded
+        # also for an option that the run did not record
+        absent = option.default if parent and "." in option.section else option.value
         before = entries_of(parent.config if parent else {}, option.section).get(option.name, absent)
         if (option.section, option.name) != ("run", "run") and before != option.value:
             row["parent"] = mask_secrets(before, option.name)
@@ -299,7 +300,8 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
 
 
 def describe_changes(given: ReportInput) -> list[dict[str, Any]]:
-    """Return what every record of changes/ changed: {"at": time, "options": [[name, before, after], ...]}."""
+    """Return the changes of schedule options, one entry per record of changes/: {"at": time, "options": [[name, before,
+    after], ...]}."""
     values = {f"{option.section}.{option.name}": option.value for option in given.options}
     out = []
     for change in given.changes:

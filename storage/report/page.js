@@ -26,7 +26,8 @@ async function decode(name) {
   return JSON.parse(await new Response(stream).text());
 }
 
-// ---- formatting -------------------------------------------------------------------------------------------------------
+// ---- formatting
+// -------------------------------------------------------------------------------------------------------
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -68,7 +69,8 @@ function formatDate(seconds) {
 
 const formatValue = (value) => (value === undefined ? "\u2013" : JSON.stringify(value));
 
-// ---- building blocks --------------------------------------------------------------------------------------------------
+// ---- building blocks
+// --------------------------------------------------------------------------------------------------
 
 // Cells that are numbers or {n: text} are aligned to the right.
 function table(titles, rows, rowClass) {
@@ -105,7 +107,8 @@ function section(id, title, ...children) {
 
 const card = (...children) => element("div", { className: "card" }, ...children);
 
-// ---- sections ---------------------------------------------------------------------------------------------------------
+// ---- sections
+// ---------------------------------------------------------------------------------------------------------
 
 function showHeader(overview) {
   const header = overview.header;
@@ -266,5 +269,5 @@ async function start() {
   document.documentElement.dataset.ready = "samples";
 }
 
-// The other scripts define functions that `start` calls: begin after all of them have run.
+// `start` calls functions of the other scripts, so it is called after all of them have run.
 queueMicrotask(() => start().catch(showError));

@@ -51,7 +51,7 @@ Page = dict[str, Any]
 @dataclass
 class ReportSamples:
     """The selected samples. `index` has one column per field, with one entry per sample; `pages[i]` has the texts and
-    tokens of the samples from `page_starts[i]` on."""
+    tokens of the samples `page_starts[i]` up to `page_starts[i + 1]`."""
 
     num_total: int = 0
     limit: int = 0
@@ -138,7 +138,7 @@ class _Builder:
             "round": index,
             "status": STATUSES.index(row["status"]),
             "reward": None if row["reward"] is None else to_json_number(row["reward"]),
-            # rows of a data set are equal prompts in all epochs, if their text is equal
+            # a row of a data set is the same prompt in all epochs if its text is the same
             "prompt": self._prompts.setdefault((name, row["prompt"], *place), len(self._prompts)),
             "length": sum(row["loss_mask"]),
         }
@@ -160,7 +160,7 @@ class _Builder:
             "response": row["response"],
             "label": row["label"],
             "tokens": row["token_ids"],
-            "mask": run_lengths if mask[:1] == [0] else [0, *run_lengths],  # the first is that of zeros
+            "mask": run_lengths if mask[:1] == [0] else [0, *run_lengths],  # the first run is one of zeros
             "logprobs": shorten_numbers(trained) if any(trained) else 0,
             "gaps": shorten_numbers(a - b for a, b in zip(tokens["trainer_logprobs"], trained)),
             "advantages": shorten_numbers(tokens["advantages"]),
@@ -184,8 +184,8 @@ class _Builder:
 
 
 def shorten_numbers(values: Iterable[float]) -> list[Any]:
-    """Return the numbers with three decimals, which are enough for a colour and a fifth of the size. Equal numbers, as
-    the advantages of most estimators, become one."""
+    """Return the numbers with three decimals, which suffice to choose a colour and take a fifth of the space. If all
+    are equal (the advantages of most estimators), return only one."""
     numbers = [to_json_number(round(value, 3)) for value in values]
     return numbers[:1] if len(set(numbers)) == 1 else numbers
 

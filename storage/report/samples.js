@@ -49,7 +49,7 @@ class Samples {
     return found;
   }
 
-  // Those whose prompt, response or label contains `text`, without regard to case; null if `isStale()`.
+  // The samples whose prompt, response or label contains `text`, ignoring case; null if `isStale()`.
   async search(found, text, isStale, report) {
     const wanted = text.toLowerCase();
     const out = [];
@@ -90,7 +90,8 @@ async function showSamples(node, summary) {
   await applyFilter(view);
 }
 
-// ---- filter -----------------------------------------------------------------------------------------------------------
+// ---- filter
+// -----------------------------------------------------------------------------------------------------------
 
 function filterControls(view) {
   const { samples } = view;
@@ -156,7 +157,8 @@ function meanReward({ samples }, found) {
   return rewards.length ? ", mean reward " + formatNumber(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "";
 }
 
-// ---- list -------------------------------------------------------------------------------------------------------------
+// ---- list
+// -------------------------------------------------------------------------------------------------------------
 
 function listButtons(view) {
   const move = (by) => () => {
@@ -198,7 +200,8 @@ async function chooseRow(view, position) {
   if (view.detail.offsetLeft === view.list.parentElement.offsetLeft) view.detail.scrollIntoView();
 }
 
-// ---- detail -----------------------------------------------------------------------------------------------------------
+// ---- detail
+// -----------------------------------------------------------------------------------------------------------
 
 async function showDetail(view, position) {
   const i = view.found[position];
@@ -253,7 +256,8 @@ function promptHistory(view, i) {
     scrolling(table([index.set[i] ? "version" : "round", "samples", "mean reward", "rewards"], rows)));
 }
 
-// ---- tokens -----------------------------------------------------------------------------------------------------------
+// ---- tokens
+// -----------------------------------------------------------------------------------------------------------
 
 // Expands the columns of a sample: one entry per token with its segment (0 = before the first trained token).
 function expandTokens({ tokens, mask, logprobs, gaps, advantages, versions, spans }) {
@@ -273,7 +277,7 @@ function expandTokens({ tokens, mask, logprobs, gaps, advantages, versions, span
   return out;
 }
 
-// Spans are [policy version, number of tokens]. They also count tokens that were masked later, which are the first ones.
+// Spans are [policy version, number of tokens]. They also count tokens that were masked later: the first ones.
 function assignVersions(trained, spans) {
   const flat = spans.flatMap(([version, count]) => Array(count).fill(version));
   const masked = flat.length - trained.length;

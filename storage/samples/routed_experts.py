@@ -53,8 +53,9 @@ class ExpertsFormat:
             ordered[..., 0].min() < 0 or ordered.max() >= self.num_experts or not np.diff(ordered).all()
         ):
             raise EngineError(
-                f"the engine returned routed expert ids that are not {self.top_k} different ones of {self.num_experts} "
-                "experts per token: use another release of the engine, or --use-routing-replay instead of "
+                f"the engine returned routed expert ids that are not {self.top_k} different ids below "
+                f"{self.num_experts} for each token: use another release of the engine, or --use-routing-replay "
+                f"instead of "
                 "--use-rollout-routing-replay"
             )
         return routed.astype(self._dtype).tobytes()

@@ -98,7 +98,7 @@ class Sample:
             )
         if not set(self.loss_mask) <= {0, 1}:
             raise PluginError(
-                f"sample {self.sample_id}: loss_mask contains {sorted(set(self.loss_mask))}; only 0 and 1 are allowed"
+                f"sample {self.sample_id}: loss_mask contains {sorted(set(self.loss_mask))}: set every value to 0 or 1"
             )
 
 
@@ -202,6 +202,6 @@ def check_schema(schema: pa.Schema) -> None:
     version = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
     if version != SCHEMA_VERSION:
         raise RunError(
-            f"sample shard has schema version {version or 'none'}; this Penstock reads {SCHEMA_VERSION}: "
+            f"sample shard has schema version {version or 'none'}; this release of Penstock reads {SCHEMA_VERSION}: "
             "install the release that wrote the shard"
         )

@@ -1,5 +1,5 @@
 """Parquet files of a run, which tools such as DuckDB can read, too: the shards with the samples of a rollout or an
-evaluation, and what the trainer knows of each trained token."""
+evaluation, and the file with what the trainer computed for each trained token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def read_samples(store: Store, commit: Commit, name: str = TRAINED) -> list[Samp
 
 
 # ---- trained tokens --------------------------------------------------------------------------------------------------
-# The file belongs to the commit of a round of training. Training and replay never read it: it is for reports and SQL.
+# The file of trained tokens belongs to the commit of a training round. Only reports and SQL read it, never training or
+# replay.
 
 _TRAINED_TOKENS = "trained-tokens.parquet"
 TOKENS_SCHEMA = pa.schema(
@@ -67,8 +68,8 @@ TOKENS_SCHEMA = pa.schema(
 def write_trained_tokens(
     directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, logprobs: np.ndarray, advantages: np.ndarray
 ) -> None:
-    """Write the file for a round with B samples and N trained tokens. `sample_ids` and `num_tokens` (trained tokens of
-    each sample) are [B]; `logprobs` and `advantages` are [N], by sample and position."""
+    """Write trained-tokens.parquet for a round with B samples and N trained tokens. `sample_ids` and `num_tokens`
+    (trained tokens of each sample) are [B]; `logprobs` and `advantages` are [N], by sample and position."""
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     lists = [pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32())) for values in (logprobs, advantages)]
     table = pa.Table.from_arrays([sample_ids, *lists], schema=TOKENS_SCHEMA)

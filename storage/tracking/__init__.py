@@ -3,7 +3,7 @@
 All records are derived from the store, so they can be sent again at any time; no stage reads them back. To add a
 tracker, write one module with its options and an implementation of `Tracker`, and add a row to trackers.py.
 
-    trackers.py     the table of trackers, and which of them the options of a run choose
+    trackers.py     the table of trackers, and the choice of a run's trackers from its options
     tracker.py      the interface of a tracker, its records, the metric points in them, and the commits of a run
     delivery.py     the interface for flows: append records to the outbox, deliver them in a background thread
     mlflow/, tensorboard.py, wandb.py   the trackers

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> list[Committed]:
-    """Return the commits of a run in the order of their creation, with those of expired checkpoints, and without those
-    at the keys `skip`."""
+    """Return the commits of a run in the order of their creation, including those of expired checkpoints, except the
+    commits with a key in `skip`."""
     prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
     commits = {commit_key(prefix): commit for prefix in prefixes if (commit := store.committed(prefix))}
     for version in expired_versions(store, keys):
@@ -77,8 +77,8 @@ def read_cost_metrics(
 
 
 def deliver_batch(tracker: Tracker, records: Sequence[Record], commits: RunCommits) -> list[tuple[Record, str]]:
-    """Deliver records; if the tracker refuses one for good, one by one. Return those that it refused, with the reason.
-    Other errors are raised."""
+    """Deliver records together or, if the tracker permanently refuses one of them, one by one. Return the refused
+    records, each with the reason. Other errors are raised."""
     try:
         tracker.deliver(records, commits)
     except Exception as error:  # clients have their own error types
@@ -91,7 +91,7 @@ def deliver_batch(tracker: Tracker, records: Sequence[Record], commits: RunCommi
 
 
 def deliver_all(tracker: Tracker, records: Sequence[Record]) -> list[tuple[Record, str]]:
-    """Deliver the records of a run. Return those that the tracker refused for good, with the reason."""
+    """Deliver the records of a run. Return the records that the tracker permanently refused, each with the reason."""
     commits, refused = RunCommits(), []
     for start in range(0, len(records), _BATCH):
         batch = records[start : start + _BATCH]
@@ -107,12 +107,12 @@ class Outbox:
     key; the process that holds the delivery lock delivers them.
 
         delivered.json   the byte offset in outbox.jsonl up to which lines were delivered
-        refused.jsonl    lines that the tracker refused for good, with the reason
+        refused.jsonl    lines that the tracker permanently refused, with the reason
         delivery.lock    the delivery lock (flock)
 
-    These three files exist once per tracker, so that the outage of one does not delay the others: those of MLflow have
-    the names above, those of others a suffix, for instance delivered-wandb.json. A line is marked as delivered after
-    its delivery, so a kill between the two causes a second delivery.
+    Each tracker has its own three files, so that the outage of one tracker does not delay the others: for MLflow they
+    have the names above, for other trackers a suffix, for instance delivered-wandb.json. A line is marked as delivered
+    after its delivery, so a kill between the two causes a second delivery.
 
     `directory` must be on a local disk, since appending must not wait for a network.
     """
@@ -146,7 +146,7 @@ class Outbox:
                 whole = b"\n" + data if self._torn else data
                 written = file.write(whole)
                 self._torn = written < len(whole) and (written > 0 or self._torn)
-                if written < len(whole):  # a disk that fills up writes a part; only the next write would fail
+                if written < len(whole):  # a full disk writes only a part, without an error
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._lines))
             self._keys.add(key)
         return True
@@ -240,7 +240,7 @@ class RunTracking:
         return self._append(key, "commit", commit=commit.model_dump(mode="json"))
 
     def record_missing_commits(self, store: Store, keys: RunKeys) -> int:
-        """Append those commits of the run to the outbox that it does not contain, and return their number.
+        """Append to the outbox the commits of the run that it does not contain, and return their number.
 
         The outbox lacks a commit if the driver was killed between committing and `record_commit`, or if the run has
         moved to another machine.
@@ -255,8 +255,8 @@ class RunTracking:
         return self._append(key, "metrics", at, step=step, metrics=metrics)
 
     def record_report(self, store_key: str, content: bytes) -> bool:
-        """Append the report of the run to the outbox, which is at `store_key`. Return False if it was appended before
-        with the same content."""
+        """Append the run's report, which the store has at `store_key`, to the outbox. Return False if a report with the
+        same content was appended before."""
         return self._append(report_record_key(content), "report", store_key=store_key)
 
     def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:
@@ -344,7 +344,9 @@ class Delivery:
     def _connect(self) -> Tracker:
         """Return a connection to the tracker, with the delivery lock held."""
         if not self._outbox.try_lock():
-            raise BlockingIOError("another process is delivering this run's outbox")
+            raise BlockingIOError(
+                "another process is delivering this run's outbox: wait until that process ends, or stop it"
+            )
         tracker = self._tracker_class(self.uri, self.run)
         if tracker.wants_all:
             self._outbox.mark_delivered(0)

@@ -5,8 +5,8 @@ Child runs, models and data sets have no counterpart in TensorBoard and are not 
 
 Delivery is idempotent, since the event files themselves are the index of what was delivered: at the start of a process
 they are read, and a point is written only if no file contains a point with the same name, step and time. So neither a
-kill between delivery and its mark nor a second `penstock track` duplicates a point, and a record that a crash of the
-machine has cut off is written again. Each process writes a new file; complete files are never changed.
+kill between delivery and its mark nor a second `penstock track` duplicates a point, and a record that was cut off by a
+crash of the machine is written again. Each process writes a new file; complete files are never changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorBoardTracker(Tracker):
 
     @staticmethod
     def uri_of(store: Store, options: TensorBoardOptions) -> str | None:
-        """Return the tracking URI: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, and in it the
+        """Return the tracking URI: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, followed by the
         directories of project and experiment."""
         if not options.use_tensorboard:
             return None
@@ -73,7 +73,7 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.directory = Path(uri.removeprefix(_SCHEME)) / f"{run.name}-{run.identity[:8]}"
-        logging.getLogger("tensorboard").setLevel(logging.CRITICAL)  # it warns about truncated files
+        logging.getLogger("tensorboard").setLevel(logging.CRITICAL)  # TensorBoard would warn about truncated files
         self._written: set[Key] = {(tag, step, at) for tag, step, at, _ in read_values(self.directory)}
         self._writer: Any = None  # EventFileWriter of this process, created with its first event
 
@@ -128,7 +128,7 @@ class TensorBoardOptions(OptionsOfTracker):
     """With --use-tensorboard: directory in --tb-dir for the runs of a project."""
 
     tb_experiment_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
-    """With --use-tensorboard: directory in that of --tb-project-name for the runs of an experiment."""
+    """With --use-tensorboard: directory for the runs of an experiment, inside the one of --tb-project-name."""
 
     @model_validator(mode="after")
     def _check_tensorboard(self) -> TensorBoardOptions:

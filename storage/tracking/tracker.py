@@ -34,7 +34,7 @@ class TrackedRun:
     run_id: str  # `id` in run.json
     store_uri: str = ""  # the store's current URI
     experiment: str = "penstock"
-    # For what trackers show of the run's files and records besides its commits; None: only the commits are shown.
+    # The store from which trackers read the run's files and records. None: trackers show only the commits.
     store: Store | None = field(default=None, repr=False, compare=False)
     num_traces: int = 0  # samples of each round that MLflow shows as traces
 
@@ -81,7 +81,7 @@ class ReportWritten:
 
     key: str  # contains a hash of the report
     at: float
-    store_key: str  # in `TrackedRun.store`; a later report has replaced it, or it was deleted, if the hash differs
+    store_key: str  # in `TrackedRun.store`; if its hash differs, a later report has replaced it
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def parse_record(line: dict[str, Any]) -> Record:
             return ReportWritten(line["key"], line["at"], line["store_key"])
         case "end":
             return RunEnded(line["key"], line["at"], line["status"])
-    raise ValueError(f"outbox line {line['key']} has the unknown type {line['type']!r}")
+    raise ValueError(f"outbox line {line['key']} has the unknown type {line['type']!r}: use the release that wrote it")
 
 
 def report_record_key(content: bytes) -> str:
-    """Return the key of the record of a report, the same for `penstock track`."""
+    """Return the outbox key of a report with the given content; a run and `penstock track` use the same key."""
     return f"report-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
@@ -175,8 +175,8 @@ KeyAndCommit = tuple[str, Commit]
 
 
 class RunCommits:
-    """An index of a run's commits, up to those being delivered to the tracker. `commits` is kind -> index -> (key,
-    commit), without evaluations."""
+    """An index of a run's commits, up to the commits that are being delivered to the tracker. `commits` is kind ->
+    index -> (key, commit), without evaluations."""
 
     def __init__(self) -> None:
         self.commits: dict[str, dict[int, KeyAndCommit]] = defaultdict(dict)
@@ -213,7 +213,7 @@ class RunCommits:
 
     def since_previous_checkpoint(self, kind: str, version: int) -> list[KeyAndCommit]:
         """Return keys and commits of the rollouts or steps (`kind`) between the previous checkpoint and policy
-        `version`: what that policy was trained on, and in."""
+        `version`, with which that policy was trained."""
         commits = self.commits[kind]
         return [commits[r] for r in range(self.previous_checkpoint(version), version) if r in commits]
 
@@ -222,7 +222,7 @@ class RunCommits:
         return [(key, commit) for key, commit in self.evals.items() if commit.policy_version in versions]
 
     def is_copy(self, key: str, commit: Commit) -> bool:
-        """Return whether a commit is that of a fork's parent, copied to the fork."""
+        """Return whether a commit is a copy, in a fork, of its parent's commit."""
         if commit.kind == "step" and commit.index in self.commits["rollout"]:
             key, commit = self.commits["rollout"][commit.index]
         return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
@@ -255,8 +255,8 @@ class Tracker(Protocol):
     (delivery.py) retries."""
 
     name: ClassVar[str]  # of the tracker, for log lines
-    # Whether records that were delivered are delivered again: by a tracker that skips those that it has, or does not
-    # have the run, because its database was deleted.
+    # Whether delivery starts with the first record again, including delivered ones. The tracker skips records that it
+    # already has; it may lack them after a crash, or because its database was deleted.
     wants_all: bool = False
     # Whether delivered records may be lost when the process is killed, until the end of the run is delivered.
     buffers: ClassVar[bool] = False
@@ -290,13 +290,14 @@ class Tracker(Protocol):
 
 
 class OptionsOfTracker(StageConfig):
-    """Base of the options of one tracker: a row of the table in trackers.py."""
+    """Base class of the options of one tracker; each subclass is a row of the table in trackers.py."""
 
     scheme: ClassVar[str]  # of its tracking URIs
     tracker: ClassVar[type[Tracker]]
 
     def check_companions(self, switch: str, prefix: str) -> None:
-        """Check that no option with a prefix is given unless the option `switch` chooses the tracker."""
+        """Check that options whose names begin with `prefix` are given only if the option `switch` selects the
+        tracker."""
         if getattr(self, switch):
             return
         for name in sorted(self.model_fields_set):
@@ -326,7 +327,7 @@ def trackers_directory(store: Store) -> Path:
 
 
 def check_package(package: str, flag: str) -> None:
-    """Check that an optional package is installed, which the option `flag` needs."""
+    """Check that the optional package that the option `flag` needs is installed."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:  # W&B's directory `wandb` also counts as a package, one without an origin
         raise OptionError(

@@ -1,4 +1,4 @@
-"""The table of trackers, and which of them the options of a run choose."""
+"""The table of trackers, and the choice of a run's trackers from its options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACKERS = {row.scheme: row for row in cast("tuple[type[OptionsOfTracker], ...]"
 
 
 def tracker_class(uri: str) -> type[Tracker]:
-    """Return the tracker class for a tracking URI. Schemes without a row (http, sqlite, databricks, ...) are of
+    """Return the tracker class for a tracking URI. Schemes without a row (http, sqlite, databricks, ...) belong to
     MLflow."""
     return TRACKERS.get(uri.partition("://")[0], MlflowOptions).tracker
 
@@ -43,7 +43,7 @@ def check_trackers(options: TrackerOptions) -> None:
 
 
 def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:
-    """Return a run as its trackers identify and show it. `num_traces`: see TrackedRun; default: as recorded."""
+    """Return the TrackedRun of a run: its identity in trackers. `num_traces`: see TrackedRun; default: as recorded."""
     if num_traces is None:
         num_traces = record.config["run"]["mlflow_trace_samples"]
     return TrackedRun(keys.run, record.id, store.uri, store=store, num_traces=num_traces)

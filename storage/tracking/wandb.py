@@ -102,11 +102,11 @@ class WandbTracker(Tracker):
         self.run_id = self.options.get("id", run.identity)
         self._online = self.options.get("mode") != "offline"
         self._page: str | None = None
-        self._client: Any = None  # wandb.Run, opened with its first record
+        self._client: Any = None  # wandb.Run, opened when the first record is sent
 
     @property
     def page(self) -> str | None:
-        """Return the URL of the run; offline that of the directory with the files for `wandb sync`."""
+        """Return the URL of the run; offline, the URL of the directory with the files for `wandb sync`."""
         return self._page if self._online else (self.directory / "wandb").as_uri()
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
@@ -115,7 +115,7 @@ class WandbTracker(Tracker):
             for record in records:
                 self._log(record)
         except BaseException:
-            self._finish(exit_code=1)  # the next tracker of this process could not open the run while it is open
+            self._finish(exit_code=1)  # another tracker of this process cannot open the run while this one has it open
             raise
         if isinstance(records[-1], RunEnded):
             self._finish(exit_code=0 if records[-1].status == "FINISHED" else 1)
@@ -146,8 +146,8 @@ class WandbTracker(Tracker):
         """Create or resume the W&B run."""
         import wandb
 
-        # W&B would refuse the run, or overwrite the file of an earlier process, whose directory has the name of the new
-        # one, which contains the current second.
+        # The name of the run's directory contains the current second. If an earlier process created a directory in the
+        # same second, W&B would refuse the run or overwrite its file.
         while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run_id}")):
             time.sleep(0.1)
         key = self.options.get("key")
@@ -192,7 +192,7 @@ class WandbOptions(OptionsOfTracker):
     """With --use-wandb: project of the W&B run."""
 
     wandb_team: str | None = option(None, mutability="placement")
-    """With --use-wandb: user or team that owns the project; default: that of the API key."""
+    """With --use-wandb: user or team that owns the project; default: the owner of the API key."""
 
     wandb_group: str | None = option(None, mutability="placement")
     """With --use-wandb: group of the W&B run."""
@@ -217,14 +217,14 @@ class WandbOptions(OptionsOfTracker):
     def _check_wandb(self) -> WandbOptions:
         if self.wandb_key is not None and not is_reference(self.wandb_key):
             raise OptionError(
-                "--wandb-key takes a reference to the API key, since options are recorded; found something else: give "
+                "--wandb-key must be a reference to the API key, not the key itself, since options are recorded: give "
                 "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
             )
         self.check_companions("use_wandb", "wandb_")
         return self
 
 
-# What W&B would also send: output of the terminal, source code, git state, packages and hardware of the machine.
+# Turn off what W&B also sends by default: terminal output, source code, git state, packages, hardware.
 _ONLY_RECORDS: dict[str, Any] = {
     "console": "off",
     "disable_code": True,

@@ -1,8 +1,8 @@
 """The login of this user's local web servers, and links that log a browser in.
 
-All users of a machine reach 127.0.0.1. So every start of a server has a new login, which only its owner can read, and
-LoginGate looks at every request before the server's app does. A login that another user received after the server's
-end, for instance on the same port, is worthless.
+All users of a machine can reach 127.0.0.1. So every start of a server creates a new login, which only the user who
+started it can read, and LoginGate checks every request before it reaches the app. If another user's server later gets
+the same port and receives the login, the login is already invalid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")  # host names under which a server answers
 LOOPBACK = (*_NAMES, "::1")
-LINK_TIMEOUT = 2.0  # seconds in which the server of a link has to answer
+LINK_TIMEOUT = 2.0  # seconds to wait for the answer of a link's server
 _PAGE = "/open"  # of LoginGate: logs a browser in, then opens the page that is given after `#`
 _TOKEN_BYTES = 24
 _TOKEN = re.compile(r"[\w-]{32}")  # of a link
@@ -44,7 +44,7 @@ def service_directory(port: int) -> Path:
 
 
 def ports_with_login() -> list[int]:
-    """Return the ports of the web servers that this user has started, also of those that have ended."""
+    """Return the ports of all web servers that this user has started, including servers that no longer run."""
     return sorted(int(path.parent.name) for path in service_directory(0).parent.glob("[0-9]*/login"))
 
 
@@ -100,11 +100,11 @@ def page_link(url: str) -> str:
 
 
 def live_link(url: str, *, has_page: str = "/") -> str:
-    """Return a link to a page of a server (`page_link`), or "" if the server does not answer or is not the one that the
-    URL is meant for. What is not an HTTP URL is returned as it is.
+    """Return a link to a page of a server (`page_link`), or "" if the server does not answer or is not the expected one
+    (`has_page`). A `url` that is not an HTTP URL is returned unchanged.
 
-    `has_page` is a path that only a server of this machine with the page answers with status 200; "/": any of the
-    user's own servers has it.
+    `has_page` is a path that the expected server answers with status 200 and other servers do not; "/" accepts any
+    server that this user has started.
     """
     if not url.startswith(("http://", "https://")):
         return url
@@ -116,7 +116,7 @@ def live_link(url: str, *, has_page: str = "/") -> str:
         path = "/" if not is_local else "/open" if has_login and has_page == "/" else has_page
         origin = with_login(f"{parts.scheme}://{parts.netloc}")
         answer = httpx.get(f"{origin}{path}", timeout=LINK_TIMEOUT, trust_env=not is_local)
-        if path == "/open":  # another user's server may have the port now
+        if path == "/open":  # the port may belong to another user's server now
             is_live = html.escape(str(login_path(parts.port or 0))) in answer.text
         else:
             is_live = answer.status_code == 200 if path != "/" else answer.status_code < 500
@@ -158,7 +158,7 @@ class LoginGate:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Pass a request to the app or answer it."""
         if scope["type"] in ("http", "websocket") and (answer := await self._answer(scope, receive)):
-            await answer(scope, receive, send)  # of a websocket: before accepting, so that the client sees 403
+            await answer(scope, receive, send)  # a websocket is answered before it is accepted: the client sees 403
         else:
             await self.app(scope, receive, send)
 
@@ -174,7 +174,9 @@ class LoginGate:
         except ValueError:  # an invalid header
             is_own = False
         if not is_own or any(origin not in origins(self.port) for origin in connection.headers.getlist("origin")):
-            return PlainTextResponse("foreign Host or Origin\n", 403)
+            return PlainTextResponse(
+                "the header Host or Origin names another server: open the page at its 127.0.0.1 address\n", 403
+            )
         if scope["path"] == _PAGE and scope["type"] == "http":
             if scope["method"] == "POST":
                 return await self._log_in(Request(scope, receive))
@@ -186,7 +188,7 @@ class LoginGate:
         return PlainTextResponse("login needed\n", 401)
 
     async def _log_in(self, request: Request) -> Response:
-        """Answer a browser that sends the token of a link, the login or its password, or that is logged in."""
+        """Log in a browser that sends the token of a link, the login, or its password, or that is already logged in."""
         from starlette.responses import PlainTextResponse
 
         secret = b""
@@ -205,7 +207,7 @@ class LoginGate:
         return answer
 
     def _use_link(self, token: str) -> bool:
-        """Return whether the token is that of a link that was not used before. It is used up."""
+        """Return whether `token` belongs to a link that was not used before, and delete the link."""
         if not _TOKEN.fullmatch(token):
             return False
         try:

@@ -59,7 +59,9 @@ def test_other_runs_get_merged_weights_or_are_refused(
 ) -> None:
     words = [str(other_tiny_model) if word == "OTHER" else word for word in words]
     assert options_of(tiny_model, *words).adapters is None
-    with pytest.raises(OptionError, match=f"--lora-publish adapter is not possible: .*{reason}.*; use merged"):
+    with pytest.raises(
+        OptionError, match=f"--lora-publish adapter is not possible: .*{reason}.*; use --lora-publish merged"
+    ):
         options_of(tiny_model, *words, "--lora-publish", "adapter")
 
 

@@ -63,7 +63,7 @@ def test_run_keeps_its_rounds_and_its_schedule_when_rows_or_rounds_are_added(wor
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--num-rollout", "4"], "= 5 rounds, but --num-rollout is 4: omit it"),
+        (["--num-rollout", "4"], "= 5 rounds, but --num-rollout is 4: omit --num-rollout"),
         (["--num-rollout-per-start", "2"], "--num-epoch cannot be combined with --num-rollout-per-start"),
         (["--data-source-path", "s.py"], "--num-epoch cannot be combined with --data-source-path"),
         (["--rollout-batch-size", "32"], "2 x 10 rows of --prompt-data // --rollout-batch-size 32 = 0 rounds"),

@@ -204,7 +204,9 @@ def test_fork_of_full_training_cannot_publish_adapters(store: Store) -> None:
     go_on(store, "child", 4)
     before = [found.key for found in store.walk("")]
     for words in (["r", "--at", "2", *LORA], ["child", "--at", "2"], ["child", "--at", "4"]):
-        with pytest.raises(OptionError, match=r"--lora-publish adapter .* run r has trained.*use merged"):
+        with pytest.raises(
+            OptionError, match=r"--lora-publish adapter .* run r has trained.*use --lora-publish merged"
+        ):
             command(store, *words, "--name", "f", *publish)
     assert [found.key for found in store.walk("")] == before
     assert command(store, "r", "--at", "0", "--name", "from-start", *LORA, *publish) == 0

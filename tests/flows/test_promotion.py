@@ -124,7 +124,7 @@ def test_rollback_goes_back_one_champion_at_a_time(store: Store, capsys: pytest.
 def test_concurrent_promotions_cannot_both_replace_the_same_champion(store: Store) -> None:
     decision = promote(store, 1)
     record_decision(store, "math", 1, decision)
-    with pytest.raises(RunError, match="another process has changed the champion"):
+    with pytest.raises(RunError, match="another process changed the champion"):
         record_decision(store, "math", 1, decision)
 
 

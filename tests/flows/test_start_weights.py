@@ -72,7 +72,7 @@ def test_save_names_store_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("words", [["--run", "other"], ["--store", "elsewhere"]])
 def test_save_that_contradicts_store_or_run_is_refused(words: list[str]) -> None:
-    with pytest.raises(OptionError, match=f"--save out/r contradicts {words[0]} .*{words[1]}"):
+    with pytest.raises(OptionError, match=f"--save out/r means .* contradicts {words[0]} .*{words[1]}"):
         config("--save", "out/r", *words)
 
 

@@ -137,7 +137,7 @@ def test_evaluation_that_finds_a_starting_stream_uses_its_engines(
     if version == 3:
         assert results == [URLS]
     else:
-        assert isinstance(results[0], RuntimeError) and "version 3 meanwhile" in str(results[0])
+        assert isinstance(results[0], RuntimeError) and "has loaded version 3" in str(results[0])
     assert stream.thread.is_alive() and engines.turns.schedule.rollouts.streams
     stream.end()
     assert not engines.turns.schedule.rollouts.streams and pool.updates == ["run/3"]
@@ -175,7 +175,7 @@ def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_
     set_evaluated(turns, None)
     publish.join(HANG)
     assert not publish.is_alive() and turns.schedule.in_engines == 5 and pool.updates == ["run/3", "run/5"]
-    with pytest.raises(RuntimeError, match="version 5 meanwhile"), engines.at(3):
+    with pytest.raises(RuntimeError, match="has loaded version 5"), engines.at(3):
         pass
     stream.end()
 

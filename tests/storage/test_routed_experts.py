@@ -27,9 +27,9 @@ def test_round_trip(num_experts: int, num_bytes: int, num_tokens: int) -> None:
     ("chosen", "sentence"),
     [
         ([0, 1, 2], "3 routed experts for 1 tokens, 2 layers and 2 experts"),
-        ([0, 1, 2, 2], "not 2 different ones of 4 experts"),
-        ([0, 1, 2, 4], "not 2 different ones of 4 experts"),
-        ([-1, 1, 2, 3], "not 2 different ones of 4 experts"),
+        ([0, 1, 2, 2], "not 2 different ids below 4"),
+        ([0, 1, 2, 4], "not 2 different ids below 4"),
+        ([-1, 1, 2, 3], "not 2 different ids below 4"),
     ],
 )
 def test_encode_refuses_an_invalid_routing(chosen: list[int], sentence: str) -> None:

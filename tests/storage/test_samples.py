@@ -103,9 +103,9 @@ def test_prompt_and_response_lengths_are_split_at_the_first_trained_token() -> N
     [
         ({"loss_mask": [0, 1]}, "lengths 3, 2, 3"),
         ({"rollout_logprobs": []}, "lengths 3, 3, 0"),
-        ({"loss_mask": [0, 1, 2]}, "loss_mask .*0 and 1"),
-        ({"loss_mask": [0, 1, -1]}, "loss_mask .*0 and 1"),
-        ({"loss_mask": [0, 1, 256]}, "loss_mask .*0 and 1"),
+        ({"loss_mask": [0, 1, 2]}, "loss_mask .*0 or 1"),
+        ({"loss_mask": [0, 1, -1]}, "loss_mask .*0 or 1"),
+        ({"loss_mask": [0, 1, 256]}, "loss_mask .*0 or 1"),
         ({"token_ids": [1, 2, 2**31]}, "2147483648"),
     ],
 )

@@ -395,7 +395,7 @@ def test_companions_without_their_tracker_are_refused() -> None:
 
 
 def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="--wandb-key takes a reference") as error:
+    with pytest.raises(OptionError, match="--wandb-key must be a reference") as error:
         parse_config(["--use-wandb", "--wandb-key", "literal-key-123"])
     assert "literal-key-123" not in str(error.value)
     store = Store(str(tmp_path))

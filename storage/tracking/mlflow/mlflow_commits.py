@@ -1,5 +1,5 @@
-"""Log the commits of a run: rollouts in the main run; checkpoints, evaluations and exports in child runs; and what the
-main run shows besides them: description, source, user, models that it started with, forks.
+"""Log the commits of a run: rollouts in the main MLflow run; checkpoints, evaluations and exports in child runs. Also
+log what else the main run shows: description, source, user, initial models, forks.
 
 A fork contains copies of its parent's commits; their metrics are logged for the fork, too, but their artifacts are
 MLflow objects of the parent only.
@@ -40,12 +40,12 @@ from penstock.storage.tracking.tracker import Committed, RunCommits, metric_poin
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, LoggedModel, Run
 
-_PARENT = "penstock.parent"  # tag of a fork: the id of its parent
+_PARENT = "penstock.parent"  # tag of a fork's MLflow run: the id of the parent's MLflow run
 _SOURCES = ("hf_checkpoint", "checkpoint", "export")  # inputs of conversions: a directory, or files of a run
 
 
 class RunPage:
-    """Logs what the main run of a Penstock run shows besides its commits."""
+    """Logs the contents of the page of the main run besides its commits: description, source, user, links."""
 
     def __init__(self, runs: MlflowRuns, models: MlflowModels) -> None:
         self.client = runs.client
@@ -153,7 +153,7 @@ class RunPage:
 # ---- commits ---------------------------------------------------------------------------------------------------------
 
 _MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
-_MAX_SHARD_LINKS = 20  # previews of shards that a train run links to, the newest
+_MAX_SHARD_LINKS = 20  # newest shards to whose previews a train run links
 
 
 class MlflowCommits:
@@ -170,8 +170,8 @@ class MlflowCommits:
         self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
 
     def log(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
-        """Log a commit, except for what the caller logs in the main run together with that of other commits: its
-        metrics, and the returned data sets."""
+        """Log a commit, except its metrics and the returned data sets, which the caller logs in the main run together
+        with those of other commits."""
         if commits.is_copy(key, commit):  # its artifacts are MLflow objects of the fork's parent
             return []
         self.run_page.log_origins(main_run, commits)
@@ -255,7 +255,7 @@ class MlflowCommits:
             links.append(self.models.link("input", before))
         for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
             early = self.runs.find_part(commits.child_run_name(*evaluation))
-            if early:  # it was logged before the checkpoint
+            if early:  # the evaluation was logged before the checkpoint
                 link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
                 self.runs.add_links(early.info.run_id, [link])
         for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
@@ -264,8 +264,8 @@ class MlflowCommits:
         return links
 
     def _log_eval(self, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an evaluation: its prompts, samples and metrics, which belong to the evaluated model, too. Return the
-        links of the child run."""
+        """Log the prompts, samples and metrics of an evaluation; the metrics are logged for the evaluated model, too.
+        Return the links of the child run."""
         inputs, previews = self._prompt_inputs(commit)
         if rows := commit.state.get("shown"):
             previews[_samples_path(commit)] = rows
@@ -295,8 +295,8 @@ class MlflowCommits:
         return links
 
     def _log_scores(self, child: str, part: str, key: str, commit: Commit, model: LoggedModel) -> Link:
-        """Log the metrics of an evaluation as those of the evaluated model, too, and link the model with the child run
-        `child`, whose name is `part`. Return the link to the model."""
+        """Log the metrics of an evaluation for the evaluated model, and link the model with the child run that has the
+        id `child` and the name `part`. Return the link to the model."""
         about = {"run_id": child, "model_id": model.model_id}
         if inputs := self._prompt_inputs(commit)[0]:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
@@ -343,7 +343,7 @@ class MlflowCommits:
         return inputs, previews
 
     def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
-        """Log tables by artifact path, and list them and the last of `listed` as tables on the run's page.
+        """Log tables by artifact path. The run's page lists these and the last _MAX_TABLES paths of `listed` as tables.
 
         `log_table` is not used, since it would append to an existing table.
         """
@@ -364,8 +364,8 @@ class MlflowCommits:
         `name`. Return the links in the other direction.
 
         Args:
-            role: what the other child run is to this one.
-            role_here: what this child run is to the other one.
+            role: relation of the other child run to this one, as the title of the link.
+            role_here: relation of this child run to the other one, as the title of the link back.
         """
         if other is None:
             return []

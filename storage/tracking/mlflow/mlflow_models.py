@@ -4,8 +4,8 @@ A logged model is found by the tag `penstock.attempt`, the directory of its file
 a hash of a source model's path. So runs that share a model, for instance a fork and its parent, share the logged model.
 
 A run has a registered model with its name, to which each evaluated checkpoint is added; the alias `candidate` is the
-newest one. A model that policies are promoted to (storage/champions.py) is a registered model, too: its versions are
-the policies of the decisions, in their order, and the aliases `champion` and `candidate` follow the last decision.
+newest one. A model with a champion (storage/champions.py) is a registered model, too: its versions are the policies
+that the decisions name, in order, and the aliases `champion` and `candidate` follow the last decision.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export"
 
 @dataclass
 class _NewModel:
-    """What a logged model is created with."""
+    """The arguments for creating a logged model."""
 
     name: str
     type: str
@@ -111,7 +111,8 @@ class MlflowModels:
             self.runs.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
 
     def link(self, role: str, model: LoggedModel) -> Link:
-        """Return a link to the page of a logged model, for an object to which the model is `role`."""
+        """Return a link to the page of a logged model; `role` is the relation of the model to the object with the
+        link."""
         return Link(role, model.name, self.runs.url("models", model.model_id))
 
     def _find_or_create(self, new: _NewModel, source_run: str | None) -> LoggedModel:
@@ -176,8 +177,8 @@ class MlflowRegistry:
         self._versions: dict[str, list[ModelVersion]] = {}  # registered model -> its versions, the oldest first
 
     def register_evaluated(self, version: int, at: float, commits: RunCommits) -> None:
-        """Register the checkpoint of a policy version if checkpoint and an evaluation were committed up to the time
-        `at`, when the checkpoint or evaluation that is being logged was committed.
+        """Register the checkpoint of a policy version if both the checkpoint and an evaluation of it were committed by
+        the time `at`, the commit time of the checkpoint or evaluation that is being logged.
 
         Later commits do not count, so that sending a run again gives the versions the same numbers.
         """
@@ -198,7 +199,7 @@ class MlflowRegistry:
             self._set_alias(run, CANDIDATE, created)
 
     def update_models_of_run(self) -> None:
-        """Update the models about which a decision in the store names a policy of the run."""
+        """Update the registered models for which a decision in the store names a policy of the run."""
         store = self.runs.run.store
         for name in list_models(store) if store else []:
             if self.runs.run.name in {policy.run for policy in policies_of(self._decisions(name))}:
@@ -235,14 +236,14 @@ class MlflowRegistry:
         missing."""
         text = f"{text}\n\nCheckpoint: [{model.name}]({self.runs.url('models', model.model_id)})"
         existing = self._existing(name)
-        # By the model: a run that was removed and started again under its name has equal policy names.
+        # Compare the model, since a run that was removed and started again under its name has the same policy names.
         number = next((n for n, version in enumerate(existing) if version.source == model.artifact_location), None)
         if number is None:
             number = len(existing)
             created = self.client.create_model_version(
                 name,
                 model.artifact_location,  # `models:/ID` would be searched in the process's default tracking URI
-                model.source_run_id or self.runs.main_run_id,  # without it, MLflow would search there, too
+                model.source_run_id or self.runs.main_run_id,  # without it, MLflow would search that URI, too
                 {_POLICY: policy},
                 description=text,
                 await_creation_for=0,

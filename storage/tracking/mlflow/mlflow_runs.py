@@ -57,8 +57,8 @@ def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 # ---- paths of artifacts ----------------------------------------------------------------------------------------------
-# MLflow stores absolute paths, also in the database that is in the store by default. After the store was moved, the
-# pages would not have their artifacts any more, and new ones would be written to the old place.
+# MLflow stores absolute paths, also in the database, which is in the store by default. Without an update, pages would
+# lack their artifacts after the store was moved, and new artifacts would be written to the old place.
 
 ARTIFACTS = "artifacts"  # directory next to the database
 _TIMEOUT = 30.0  # seconds to wait for other writers of the database
@@ -69,8 +69,8 @@ _COLUMNS = (
 
 
 def update_artifact_paths(database: Path, experiment: str) -> bool:
-    """Let an MLflow database refer to the artifacts next to it, if the experiment's are there and it refers to another
-    place. Return whether it was changed."""
+    """Make an MLflow database refer to the directory of artifacts next to it, if that contains the artifacts of
+    `experiment` and the database refers to another place. Return whether the database was changed."""
     if not database.exists():
         return False
     with closing(sqlite3.connect(database, timeout=_TIMEOUT)) as connection, connection:
@@ -107,7 +107,7 @@ _MAX_TEXT = 8000  # characters of a description; MLflow cuts longer ones of runs
 class Link(NamedTuple):
     """A link to another MLflow page."""
 
-    role: str  # what the other object is to this one, e.g. "evaluated in"
+    role: str  # relation of the other object to this one, e.g. "evaluated in"
     title: str
     url: str
 

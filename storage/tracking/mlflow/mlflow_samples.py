@@ -1,4 +1,4 @@
-"""What MLflow shows of samples and prompts: data sets with previews, and the samples of a round as traces.
+"""Log samples and prompts in MLflow: data sets with previews, and samples of a round as traces.
 
 A data set (a prompt file, the shards of a rollout, the samples of an evaluation) has a content digest, its number of
 rows, its schema and the policy version; a preview is a table among the artifacts of the MLflow run that uses it.
@@ -135,7 +135,7 @@ _COLUMNS = [column for column in SCHEMA.names if column not in _UNUSED]
 _TOKENIZER = "hf_assets/tokenizer.json"  # in the files of a converted model
 _BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find the first samples of several groups
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
-_THOUGHT = re.compile(r"\A.*</think>|<think>.*", re.DOTALL)  # it may begin in the prompt, or have no end
+_THOUGHT = re.compile(r"\A.*</think>|<think>.*", re.DOTALL)  # the thought may begin in the prompt, or have no end
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -185,7 +185,7 @@ class MlflowTraces:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the run's base model, or None if the store does not have it."""
+        """Return the tokenizer of the run's base model, or None if the store does not have it."""
         run = self.runs.run
         if run.store is None:
             return None
@@ -201,7 +201,7 @@ class MlflowTraces:
 
 def read_first_samples(store: Store, commit: Commit, num: int) -> list[Row]:
     """Return the first sample of each of the first `num` groups of a rollout, without log-probs. A missing or damaged
-    shard is logged, and does not keep MLflow from receiving the commit."""
+    shard causes only a warning, so that MLflow still receives the commit."""
     samples: dict[str, Row] = {}
     if not commit.shards():
         return []
@@ -263,8 +263,8 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
 
 
 def tool_calls(text: str) -> list[Any]:
-    """Return the tool calls `<tool_call>{...}</tool_call>` in a reply. Calls that are drafted in a thought or are not
-    JSON are left out."""
+    """Return the tool calls `<tool_call>{...}</tool_call>` in a reply. Calls within a thought, and calls that are not
+    JSON, are left out."""
     calls = []
     for body in _TOOL_CALL.findall(_THOUGHT.sub("", text)):
         with suppress(ValueError):

@@ -4,10 +4,10 @@ MLflow's API reads and writes files at any place that an experiment, run, model 
 server. `serve` therefore puts LoginGate before all routes, and MLflow finds all files through a registry that this
 module fills: it knows the directory of the store's artifacts, and no other place.
 
-MLflow 3.17 stores the chosen view in the browser and shows "GenAI" without a choice. Its links drop the URL parameter
-`workflowType`, so that a URL can only choose the view of the first page. The page stores the choice as the UI's own
-switch does, then opens the part of the UI that is given after `#`. `mlflow server --app-name penstock` has this page,
-too: it finds `app` through the entry point of pyproject.toml.
+MLflow 3.17 stores the chosen view in the browser and shows the view "GenAI" if none was chosen. Its links drop the URL
+parameter `workflowType`, so a URL can only choose the view of the first page. The page stores the choice as the UI's
+own switch does, then opens the part of the UI that is given after `#`. `mlflow server --app-name penstock` has this
+page, too: it finds `app` through the entry point of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ app.router.routes.insert(0, Route("/model-training", lambda request: HTMLRespons
 
 
 class StoreArtifacts(LocalArtifactRepository):
-    """Artifacts in the store's directory. Links are resolved: what they lead to must be there as well."""
+    """Artifacts in the store's directory. Symbolic links are resolved; their targets must be in that directory, too."""
 
     root: Path
 
@@ -77,19 +77,21 @@ class StoreArtifacts(LocalArtifactRepository):
     def _check(self, artifact_path: str) -> None:
         """Check a path. MLflow itself checks the other methods' paths, but only against `artifact_dir`."""
         if not Path(self.artifact_dir, artifact_path).resolve().is_relative_to(self.root):
-            raise MlflowException.invalid_parameter_value("artifacts outside of the store's directory are refused")
+            raise MlflowException.invalid_parameter_value(
+                "artifacts outside of the store's directory are refused: use a path inside it"
+            )
 
 
 def serve(port: int, database: str, artifacts: Path) -> None:
     """Run the server on loopback until SIGTERM. MLflow finds artifacts in the directory `artifacts` only."""
     StoreArtifacts.root = artifacts.resolve()
-    # The registry itself, whose values are classes: without an entry MLflow refuses a URI.
+    # The values of the registry are classes. MLflow refuses a URI whose scheme has no entry.
     schemes: dict[str, Any] = get_registered_artifact_repositories()
     schemes.clear()
     schemes.update({"": StoreArtifacts, "file": StoreArtifacts})
     artifacts.mkdir(parents=True, exist_ok=True)
     os.environ[BACKEND_STORE_URI_ENV_VAR] = database
-    os.environ[ARTIFACT_ROOT_ENV_VAR] = artifacts.as_uri()  # also of use to runs that write to the database itself
+    os.environ[ARTIFACT_ROOT_ENV_VAR] = artifacts.as_uri()  # also needed by runs that write to the database directly
     os.environ[ARTIFACTS_DESTINATION_ENV_VAR] = str(artifacts)
     os.environ[SERVE_ARTIFACTS_ENV_VAR] = "true"
     handlers.initialize_backend_stores(database, database, artifacts.as_uri())

@@ -71,7 +71,7 @@ class MlflowTracker(Tracker):
         from penstock.storage.tracking.mlflow.mlflow_commits import MlflowCommits, RunPage
         from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels
 
-        # Their errors are also raised, and logged by delivery.py.
+        # Errors that these loggers report are also raised, and delivery.py logs them.
         for name in ("mlflow", "alembic", "sqlalchemy", "urllib3.connectionpool"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.uri = uri
@@ -118,7 +118,7 @@ class MlflowTracker(Tracker):
             self.run_page.log_origins(main_run, commits)
             self.run_page.update(main_run)
             self.mlflow_commits.registry.update_models_of_run()
-            if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
+            if records[-1] is ends[-1]:  # otherwise a new start follows this end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
     def is_permanent_refusal(self, error: Exception) -> bool:
@@ -180,10 +180,10 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
 
     record = read_run_record(store, RunKeys(policy_run))
     if record is None:
-        return f"run {policy_run!r} has no record"
+        return f"run {policy_run!r} has no run.json"
     uri = tracking_uri(store, record.config.get("run", {}).get("mlflow_tracking_uri"))
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        return f"{redact(uri)} does not exist"
+        return f"the MLflow database {redact(uri)} does not exist"
     try:
         tracker = MlflowTracker(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
         if tracker.runs.find_part(""):
