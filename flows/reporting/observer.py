@@ -5,21 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock.engines.training import MemorySwitch
 from penstock.storage.commit import Commit
-
-
-@dataclass
-class CommitReport:
-    """A commit of the run that a stage returns."""
-
-    key: str  # of its record in the store
-    commit: Commit
-    is_new: bool = True  # whether the trackers did not have it; set by `Results`
-    line: str = ""  # that was printed for it; set by `Results`
 
 
 class Observer:
@@ -31,8 +20,8 @@ class Observer:
     def on_stage(self, name: str, rollout_id: int | None) -> None:
         """A stage starts."""
 
-    def on_commit(self, report: CommitReport) -> None:
-        """A stage returns a commit, which this or an earlier start of the run has made."""
+    def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
+        """A stage returns a commit, whose record is at `key`. It is new unless the trackers had it before."""
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
         """Engines have got policy `version`. `switches`: moves of state between devices and host memory since the
