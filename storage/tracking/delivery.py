@@ -37,7 +37,7 @@ from penstock.storage.tracking.tracker import (
     parse_record,
     report_record_key,
 )
-from penstock.storage.tracking.trackers import TRACKERS, tracker_class
+from penstock.storage.tracking.trackers import TRACKERS, tracker_of
 
 _COALESCE = 2.0  # seconds to collect records before a delivery, so that short rounds share requests
 _MAX_WAIT = 60.0  # maximum seconds between retries; the first wait is 1 s, and doubles
@@ -288,8 +288,7 @@ class Delivery:
         self.run = run
         self.problem: str | None = None  # why the last delivery failed, or None
         self.page: str | None = None  # URL of the run in the tracker's UI, once it is known
-        self._tracker_class = tracker_class(uri)
-        self.name = self._tracker_class.name
+        self.name = tracker_of(uri).title
         scheme = uri.partition("://")[0]
         self._outbox = Outbox(directory, f"-{scheme}" if scheme in TRACKERS else "")
         self.wake = threading.Event()  # records were appended
@@ -320,7 +319,7 @@ class Delivery:
                     tracker, commits, position = self._connect(), RunCommits(), 0
                 position = self._deliver(tracker, commits, position)
                 if self.problem is not None:
-                    logger.warning("%s is available again; all waiting records were delivered", tracker.name)
+                    logger.warning("%s is available again; all waiting records were delivered", self.name)
                 self.problem, self.page, wait = None, tracker.page, 1.0
             except Exception as error:  # clients have their own error types
                 reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:_MAX_PROBLEM]
@@ -345,7 +344,7 @@ class Delivery:
         """Return a connection to the tracker, with the delivery lock held."""
         if not self._outbox.try_lock():
             raise BlockingIOError("another process is delivering this run's outbox")
-        tracker = self._tracker_class(self.uri, self.run)
+        tracker = tracker_of(self.uri).connect(self.uri, self.run)
         if tracker.wants_all:
             self._outbox.mark_delivered(0)
         return tracker

@@ -251,26 +251,13 @@ def eval_name_from_key(commit_key: str) -> str:
 
 
 class Tracker(Protocol):
-    """Base of the trackers: the connection of one run to a tracker. Methods may raise any error; the caller
-    (delivery.py) retries."""
+    """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
-    name: ClassVar[str]  # of the tracker, for log lines
     # Whether records that were delivered are delivered again: by a tracker that skips those that it has, or does not
     # have the run, because its database was deleted.
     wants_all: bool = False
     # Whether delivered records may be lost when the process is killed, until the end of the run is delivered.
     buffers: ClassVar[bool] = False
-
-    @staticmethod
-    def uri_of(store: Store, options: Any) -> str | None:
-        """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
-
-    @staticmethod
-    def check_options(options: Any) -> None:
-        """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
-        return
-
-    def __init__(self, uri: str, run: TrackedRun) -> None: ...
 
     @property
     def page(self) -> str | None:
@@ -290,10 +277,22 @@ class Tracker(Protocol):
 
 
 class OptionsOfTracker(StageConfig):
-    """Base of the options of one tracker: a row of the table in trackers.py."""
+    """Base of the options of one tracker: a row of the table in trackers.py. Importing it imports no client library."""
 
     scheme: ClassVar[str]  # of its tracking URIs
-    tracker: ClassVar[type[Tracker]]
+    title: ClassVar[str]  # its name in log lines
+
+    @staticmethod
+    def connect(uri: str, run: TrackedRun) -> Tracker:
+        """Return the connection of a run to the tracker at a tracking URI."""
+        raise NotImplementedError
+
+    def uri_of(self, store: Store) -> str | None:
+        """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
+        raise NotImplementedError
+
+    def check_options(self) -> None:
+        """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
 
     def check_companions(self, switch: str, prefix: str) -> None:
         """Check that no option with a prefix is given unless the option `switch` chooses the tracker."""
