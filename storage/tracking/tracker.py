@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from penstock.storage.commit import Commit, eval_rewards
+from penstock.storage.commit import Commit
 from penstock.storage.config import StageConfig
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import is_secret_name
@@ -226,20 +226,6 @@ class RunCommits:
         if commit.kind == "step" and commit.index in self.commits["rollout"]:
             key, commit = self.commits["rollout"][commit.index]
         return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
-
-    def training_rewards(self) -> dict[int, float]:
-        """Return the mean reward of each rollout that has one, by rollout index."""
-        rollouts = sorted(self.commits["rollout"].items())
-        rewards = {index: commit.summary.get("rollout/raw_reward") for index, (_, commit) in rollouts}
-        return {index: reward for index, reward in rewards.items() if reward is not None}
-
-    def eval_curves(self) -> dict[str, dict[int, float]]:
-        """Return the mean rewards of all evaluations: data set -> policy version -> mean reward."""
-        curves: dict[str, dict[int, float]] = defaultdict(dict)
-        for commit in sorted(self.evals.values(), key=lambda commit: commit.index):
-            for task, reward in eval_rewards(commit).items() if commit.listed_kind == "eval" else ():
-                curves[task][commit.index] = reward
-        return curves
 
 
 def eval_name_from_key(commit_key: str) -> str:

@@ -19,7 +19,15 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelInput, Param, RunTag
 from mlflow.utils import mlflow_tags
 
-from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path
+from penstock.storage.commit import (
+    ORIGINS,
+    CheckpointRef,
+    Commit,
+    RunKeys,
+    attempt_in_path,
+    evaluation_rewards,
+    training_rewards,
+)
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.secrets import redact_url
 from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
@@ -462,7 +470,8 @@ class MlflowTracker(Tracker):
 
 def reward_curve(run: str, commits: RunCommits) -> Figure | None:
     """Plot mean training reward and evaluation rewards over rounds. Return None if there are no rewards."""
-    training, evals = commits.training_rewards(), commits.eval_curves()
+    training = training_rewards([commit for _, commit in commits.commits["rollout"].values()])
+    evals = evaluation_rewards(list(commits.evals.values()))
     if not training and not evals:
         return None
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
