@@ -36,9 +36,11 @@ from penstock.storage.tracking.tracker import (
     Tracker,
     parse_record,
     report_record_key,
+    tracking_directory,
 )
 from penstock.storage.tracking.trackers import TRACKERS, tracker_of
 
+OUTBOX = "outbox.jsonl"
 _COALESCE = 2.0  # seconds to collect records before a delivery, so that short rounds share requests
 _MAX_WAIT = 60.0  # maximum seconds between retries; the first wait is 1 s, and doubles
 _BATCH = 64  # records per delivery
@@ -71,6 +73,18 @@ def read_cost_metrics(
         MetricsLogged(f"cost-{number}", end.at, sum(at <= end.at for at in steps), costs.metrics(price_per_hour))
         for number, end, costs in costs_at_end(store, keys, start)
     ]
+
+
+def read_logged_metric(store: Store, keys: RunKeys, name: str) -> dict[int, float]:
+    """Return step -> value of a metric that is not in commits, from the outbox of the run if it is on this machine."""
+    path = tracking_directory(store, keys.run) / OUTBOX
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:  # the lines of commits are not parsed: with their previews they are large
+        records = [
+            parse_record(json.loads(raw)) for raw in file if b'"type": "metrics"' in raw and raw.endswith(b"}\n")
+        ]
+    return {r.step: r.metrics[name] for r in records if isinstance(r, MetricsLogged) and name in r.metrics}
 
 
 # ---- delivery --------------------------------------------------------------------------------------------------------
@@ -119,7 +133,7 @@ class Outbox:
 
     def __init__(self, directory: Path, suffix: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lines = directory / "outbox.jsonl"
+        self._lines = directory / OUTBOX
         self._delivered = directory / f"delivered{suffix}.json"
         self._refused = directory / f"refused{suffix}.jsonl"
         self._lock_path = directory / f"delivery{suffix}.lock"
