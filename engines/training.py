@@ -92,12 +92,12 @@ class EnginePack(Protocol):
     stream: Any  # `EngineStream` that `TrainEngine.pack_stream` returned; None: every pass calls it
 
 
-class Weights(Protocol):
-    """Shapes, dtypes and full tensors of all weights of a model."""
+@dataclass(frozen=True)
+class GatheredWeights:
+    """The weights of a sharded model as full tensors, gathered one at a time."""
 
-    @property
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return pairs of global name and full tensor; every rank must consume them all."""
+    meta: dict[str, Tensor]  # global name -> tensor on the meta device: shape and dtype of the weight
+    tensors: Iterator[tuple[str, Tensor]]  # (global name, full tensor); every rank must consume them all
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class TrainEngine(ABC):
     # ---- weights and checkpoints -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def gather_weights(self) -> Weights:
+    def gather_weights(self) -> GatheredWeights:
         """Return shapes, dtypes and full tensors of all weights."""
 
     @abstractmethod

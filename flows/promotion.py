@@ -15,7 +15,7 @@ from penstock.storage.champions import Decision, Policy, read_decisions, record_
 from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.store import Store
-from penstock.storage.tracking.mlflow.mlflow_tracker import update_mlflow_registry
+from penstock.storage.tracking.mlflow.mlflow_options import update_mlflow_registry
 
 USAGE = """penstock promote RUN/VERSION --to MODEL --data-set NAME [--margin X] [--guard NAME=X,...] [--store URI ...]
 penstock promote --to MODEL [--rollback]

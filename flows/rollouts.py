@@ -143,7 +143,7 @@ class RoundSource:
             session.engines.turns.rollout(rollout_id) as version,
             session.engines.at(version, rewind=False) as engines,
         ):
-            limit = session.config.run.staleness_limit
+            limit = session.engines.turns.schedule.limits.bound
             return rollout_stage(
                 tasks.generation_context(session, engines, report),
                 run.keys.rollout_prefix(rollout_id),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from penstock.flows.policy_schedule import PolicyLimits
 from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
@@ -205,6 +206,17 @@ class RunOptions(StageConfig):
         """Return by how many policy versions the tokens of a rollout may be older than the policy that is trained on
         them."""
         return self.max_staleness if self.streams else self.async_buffer_size + self.update_weights_interval - 1
+
+    @property
+    def policy_limits(self) -> PolicyLimits:
+        """Return what the options say about the use of the policy, except about evaluations."""
+        lead = self.max_staleness if self.streams else self.async_buffer_size
+        return PolicyLimits(
+            lead=self.num_rollout if self.debug_rollout_only else lead,
+            bound=self.staleness_limit,
+            interval=self.update_weights_interval,
+            streams=self.streams,
+        )
 
 
 class RunConfig(TrackerOptions, RunOptions):

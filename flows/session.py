@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from penstock.engines.local_ray import ClusterLost
 from penstock.engines.placement import NodeLost
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_options import gpu_flow
-from penstock.flows.reporting.observer import CommitReport, Observer, Observers
+from penstock.flows.reporting.observer import Observer, Observers
 from penstock.flows.reporting.observers import add_observers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import OWN_SERVER
@@ -57,11 +57,18 @@ class Session:
     """
 
     def __init__(
-        self, run: ActiveRun, display: Display, observers: Observers, processes: Processes, stop: StopRequest
+        self,
+        run: ActiveRun,
+        display: Display,
+        tracking: RunTracking,
+        observers: Observers,
+        processes: Processes,
+        stop: StopRequest,
     ) -> None:
         self.run = run
         self.config = run.config
         self.display = display
+        self.tracking = tracking
         self.observers = observers
         self.processes = processes
         self.stop = stop
@@ -70,7 +77,6 @@ class Session:
         self.stage_results: list[Any] = []
         self.stage_messages: dict[uuid.UUID, str] = {}
         self.saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
-        self._entered = ExitStack()  # holds the grader
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
@@ -95,15 +101,14 @@ class Session:
                 self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
     def report_commit(self, prefix: str, commit: Commit) -> Commit:
-        """Notify the observers of a commit that a stage returns, and return the commit."""
-        report = CommitReport(commit_key(prefix), commit)
-        self.observers.tell(Observer.on_commit, report)
-        if report.line:
-            get_run_logger().info(report.line.strip())  # for the Prefect page
-        text = report.line or ("" if report.is_new else "committed before: ") + describe_commit(
-            commit, self.run.num_rounds
-        )
-        self.set_stage_message(text)
+        """Send a commit that a stage returns to the trackers, print it, tell the observers about it, and return it."""
+        key = commit_key(prefix)
+        is_new = self.tracking.record_commit(key, commit)
+        if line := self.display.print_commit(commit) if is_new else "":
+            get_run_logger().info(line.strip())  # for the Prefect page
+        self.observers.tell(Observer.on_commit, key, commit, is_new)
+        text = describe_commit(commit, self.run.num_rounds)
+        self.set_stage_message(line or (text if is_new else f"committed before: {text}"))
         return commit
 
     @contextmanager
@@ -163,8 +168,8 @@ class Session:
 
     @cached_property
     def grader(self) -> Grader:
-        """Return the grader, which runs the reward function; its processes are kept between rounds."""
-        return self._entered.enter_context(make_grader(self.config.rollout_with_args))
+        """Return the grader, which runs the reward function; its processes are kept until the end of the run."""
+        return self.observers.enter_context(make_grader(self.config.rollout_with_args))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +188,6 @@ class Session:
             self.engines.turns.wait_until(
                 lambda schedule: schedule.evaluated is None, patience_after(kind) or EVALUATION_END_TIMEOUT
             )
-        self._entered.close()
         joules = self.processes.used_joules()
         self.processes.stop()
         self.display.close()
@@ -206,14 +210,14 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
     try:
         with drive_run(plan) as run, stop_signals.session(stop, run.config.run.grace_period):
             with Observers() as observers:
-                tracking, session = _open(run, observers, stop)
+                session = _open(run, observers, stop)
                 try:
                     yield session
                 except BaseException as error:
                     session.end(type(error))
                     raise
                 session.end(None)
-            if any(delivery.num_waiting() for delivery in tracking.deliveries):
+            if any(delivery.num_waiting() for delivery in session.tracking.deliveries):
                 return  # the next start delivers the rest
             try:
                 record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
@@ -225,8 +229,8 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
         raise TerminationSignal(signal.SIGTERM) from error  # Prefect marks the flow run as crashed or cancelled
 
 
-def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunTracking, Session]:
-    """Return the trackers and the session of a run, whose observers are added to `observers`."""
+def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
+    """Return the session of a run, whose observers are added to `observers`."""
     flow, config, uris = run.flow, run.config, tracking_uris(run.store, run.config.run)
     # Read it here, because other threads have no flow-run context. A server that ends with this process has no page
     # afterwards.
@@ -246,7 +250,7 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunT
     add_observers(observers, run, display, tracking)
     run.record_start(page or str(flow_run.id or ""))
     processes = Processes(run, display.note, has_trainer=gpu_flow(config.flow, config).trains)
-    session = Session(run, display, observers, processes, stop)
+    session = Session(run, display, tracking, observers, processes, stop)
 
     def links() -> dict[str, str]:  # title -> URL of the pages of this flow run in Prefect and of the run in trackers
         pages = {d.name: page_link(d.page or "") for d in tracking.deliveries if d.problem is None}
@@ -256,4 +260,4 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunT
     display.panel.engines = lambda: processes.describe_engines(session.engines.turns.schedule.in_engines)
     for warning in config_warnings(config):
         display.note(warning)
-    return tracking, session
+    return session

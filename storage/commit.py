@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
@@ -195,6 +197,21 @@ def eval_rewards(commit: Commit) -> dict[str, float]:
     names = [name for name in commit.summary if name.startswith("eval/") and name.count("/") == 1]
     tasks = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
     return {name.removeprefix("eval/"): commit.summary[name] for name in tasks}
+
+
+def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
+    """Return round -> mean reward of its samples."""
+    rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
+    return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
+
+
+def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
+    """Return data set -> policy version -> mean reward of the evaluations."""
+    scores: dict[str, dict[int, float]] = defaultdict(dict)
+    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
+        for task, reward in eval_rewards(commit).items():
+            scores[task][commit.index] = reward
+    return dict(scores)
 
 
 def encode_commit(commit: Commit) -> bytes:

@@ -51,7 +51,15 @@ from penstock.engines.megatron.optimizer import (
     zero_adam_state,
 )
 from penstock.engines.megatron.residency import DeviceMemory
-from penstock.engines.training import EnginePack, LossFunction, MemorySwitch, Routing, StateKind, TrainEngine
+from penstock.engines.training import (
+    EnginePack,
+    GatheredWeights,
+    LossFunction,
+    MemorySwitch,
+    Routing,
+    StateKind,
+    TrainEngine,
+)
 from penstock.storage.errors import LayoutError
 
 
@@ -210,7 +218,7 @@ class MegatronEngine(TrainEngine):
 
     # ---- weights and checkpoints -------------------------------------------------------------------------------------
 
-    def gather_weights(self) -> weights.GatheredWeights:
+    def gather_weights(self) -> GatheredWeights:
         return weights.gather_weights(self._synced_chunks("weights"))
 
     def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -23,6 +23,7 @@ from penstock.engines.families.tensor_rows import EMBEDDING, HEAD
 from penstock.engines.lora import merge
 from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
+from penstock.engines.training import GatheredWeights
 
 VOCABULARY = (EMBEDDING, HEAD)  # weights with one row per vocabulary entry
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -78,14 +79,6 @@ def require_activation_gradients(chunk: PolicyModel) -> None:
 
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(require_grad)
-
-
-@dataclass(frozen=True)
-class GatheredWeights:
-    """The weights of a sharded model as full tensors, gathered one at a time."""
-
-    meta: dict[str, Tensor]  # global name -> tensor on the meta device: shape and dtype of the weight
-    tensors: Iterator[tuple[str, Tensor]]  # (global name, full tensor)
 
 
 def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.text import Text
@@ -29,6 +29,7 @@ from penstock.storage.history.run_record import Start, StartEnd, read_run_record
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.store import Store, committed_prefixes, read_commits
+from penstock.storage.tracking.delivery import read_logged_metric
 from penstock.storage.web.login import HOST, live_link, ports_with_login
 
 # ---- penstock runs ---------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def print_run(store: Store, keys: RunKeys) -> None:
         "store": store.uri,
         "model": str(record.config["convert"]["hf_checkpoint"]),
         "state": f"{num_done} of {num_rounds} rounds, {state}{resume}",
-        **curve_rows(commits),
+        **curve_rows(commits, read_logged_metric(store, keys, "perf/update_weights_time")),
         **evaluation_rows(commits),
     }
     for kind in ("checkpoint", "export"):
@@ -160,15 +161,17 @@ def print_run(store: Store, keys: RunKeys) -> None:
     )
 
 
-def curve_rows(commits: Sequence[Commit]) -> dict[str, Text]:
+def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -> dict[str, Text]:
     """Return a curve for each number in the printed line of a round (docs/metrics.md) that is not constant, and one for
-    the seconds of rollout and training (commits do not record those of weight updates): label -> curve, first and last
-    number."""
+    the seconds of weight update, rollout and training: label -> curve, first and last number. `update_seconds`: round
+    -> seconds of the weight update after it, which the next round's time includes."""
     numbers: dict[int, dict[str, float]] = {}
     for commit in sorted(commits, key=lambda commit: commit.index):
         if commit.kind in ("rollout", "step"):
             values = numbers.setdefault(commit.index, {})
-            seconds = values.get("seconds", 0.0) + commit.seconds.get("train", sum(commit.seconds.values()))
+            seconds = values.get("seconds", update_seconds.get(commit.index - 1, 0.0)) + commit.seconds.get(
+                "train", sum(commit.seconds.values())
+            )
             values |= {**commit.summary, "seconds": seconds}
     rows = {}
     for label, metrics, style in [*((c.label, c.metrics, c.style) for c in COLUMNS), ("seconds", ("seconds",), ".1f")]:

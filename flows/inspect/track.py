@@ -78,25 +78,25 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
             f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until that process ends"
         )
     records = _records_of_run(store, keys, record)
-    uri, cls = _tracking_uri(store, record, to, given), TRACKERS[to].tracker
+    uri, title = _tracking_uri(store, record, to, given), TRACKERS[to].title
     num_traces = given.get("mlflow_trace_samples")  # validated by `_tracking_uri`
     run = tracked_run(store, keys, record, None if num_traces is None else int(num_traces))
     try:
-        tracker = cls(uri, run)
+        tracker = TRACKERS[to].connect(uri, run)
         refused = deliver_all(tracker, records)
     except Exception as error:  # clients have their own error types
         reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
         raise TrackerError(
-            f"run {keys.run!r} could not be sent to {cls.name} ({reason}): correct the tracker's address or start its "
+            f"run {keys.run!r} could not be sent to {title} ({reason}): correct the tracker's address or start its "
             "server, then run the command again"
         ) from error
     commits = sum(isinstance(record, Committed) for record in records)
     points = sum(len(metric_points(record)) for record in records)
     page = page_link(tracker.page or redact(uri))
-    print(f"{keys.run}: {commits} commits with {points} metric values are in {cls.name}: {page}")
+    print(f"{keys.run}: {commits} commits with {points} metric values are in {title}: {page}")
     print("  not sent: metrics that are not in commits (waiting times, queue depth, weight updates)")
     for refused_record, reason in refused[:_MAX_SHOWN]:
-        print(f"  refused by {cls.name}: {redact(f'{refused_record.key}: {reason}')[:300]}", file=sys.stderr)
+        print(f"  refused by {title}: {redact(f'{refused_record.key}: {reason}')[:300]}", file=sys.stderr)
     return len(refused)
 
 
@@ -122,8 +122,8 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
     run = with_absolute_paths(validate_config({"run": values})).run
     if to == "mlflow":
         check_url("--tracking-uri", run.mlflow_tracking_uri, MLFLOW)
-    TRACKERS[to].tracker.check_options(run)
-    uri = TRACKERS[to].tracker.uri_of(store, run)
+    TRACKERS[to].check_options(run)
+    uri = TRACKERS[to].uri_of(run, store)
     if uri is None:
         raise OptionError(f"--{to}-mode disabled sends nothing: give online or offline")
     return uri

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.engines.weights.fp8_blocks import fp8_weights
-from penstock.flows.reporting.observer import CommitReport, Observer
-from penstock.storage.commit import RunKeys
+from penstock.flows.reporting.observer import Observer
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class LearningSignal(Observer):
         self.run = run
         self.warn = warn
 
-    def on_commit(self, report: CommitReport) -> None:
-        if not report.is_new or report.commit.kind != "step":
+    def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
+        if not is_new or commit.kind != "step":
             return
-        run, train, r = self.run, self.run.config.train, report.commit.index
+        run, train, r = self.run, self.run.config.train, commit.index
         of_user = train.custom_advantage_function_path or run.config.rollout.sets_train_rewards
         group_relative = train.compares_samples and not (of_user or train.disable_rewards_normalization or train.opd)
         warnings = [zero_gradient_warning(run.store, run.keys, r, group_relative=group_relative)]

@@ -20,7 +20,8 @@ from prometheus_client.core import GaugeMetricFamily
 
 from penstock.engines.local_gpus import visible_gpu_usage
 from penstock.engines.scratch import STACK_SIGNAL, own_temp_directory, stack_directory
-from penstock.flows.reporting.observer import CommitReport, Observer
+from penstock.flows.reporting.observer import Observer
+from penstock.storage.commit import Commit
 from penstock.storage.tracking.tracker import Committed, metric_points
 
 # ---- hangs -----------------------------------------------------------------------------------------------------------
@@ -224,8 +225,8 @@ class PrometheusEndpoint(Observer):
     def on_stage(self, name: str, rollout_id: int | None) -> None:
         self._stage = name
 
-    def on_commit(self, report: CommitReport) -> None:
-        self.update_from_record(Committed(report.key, report.commit.created_at, report.commit))
+    def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
+        self.update_from_record(Committed(key, commit.created_at, commit))
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics; prometheus_client calls this method at each request."""

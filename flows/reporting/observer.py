@@ -6,21 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock.engines.training import MemorySwitch
 from penstock.storage.commit import Commit
-
-
-@dataclass
-class CommitReport:
-    """A commit that a stage of the run has returned."""
-
-    key: str  # of the commit record in the store
-    commit: Commit
-    is_new: bool = True  # whether the trackers did not have the commit yet; set by `Results`
-    line: str = ""  # printed for the commit; set by `Results`
 
 
 class Observer:
@@ -32,8 +21,8 @@ class Observer:
     def on_stage(self, name: str, rollout_id: int | None) -> None:
         """A stage starts."""
 
-    def on_commit(self, report: CommitReport) -> None:
-        """A stage has returned a commit, made by this or by an earlier start of the run."""
+    def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
+        """A stage has returned a commit, whose record is at `key`. It is new unless the trackers had it before."""
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
         """Policy `version` was loaded into engines. `switches`: moves of state between devices and host memory since

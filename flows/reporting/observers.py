@@ -8,7 +8,7 @@ from penstock.engines import scratch
 from penstock.engines.training import GIB, MemorySwitch
 from penstock.flows.reporting.learning_signal import LearningSignal
 from penstock.flows.reporting.monitors import HangDetector, PrometheusEndpoint, SystemMetrics, sample_system
-from penstock.flows.reporting.observer import CommitReport, Observer, Observers
+from penstock.flows.reporting.observer import Observer, Observers
 from penstock.flows.reporting.prefect_page import FinalReport, PrefectPage
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.runs import ActiveRun, logs_of_run
@@ -44,18 +44,13 @@ def add_observers(observers: Observers, run: ActiveRun, display: Display, tracki
 
 
 class Results(Observer):
-    """Prints commits, weight updates and results, and sends them to the trackers (MLflow, TensorBoard, W&B); at the end
-    also sends the costs of the run."""
+    """Prints weight updates and results, and sends metrics that are not in commits to the trackers (MLflow,
+    TensorBoard, W&B); at the end also sends the costs of the run."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
         self.run = run
         self.display = display
         self.tracking = tracking
-
-    def on_commit(self, report: CommitReport) -> None:
-        report.is_new = self.tracking.record_commit(report.key, report.commit)
-        if report.is_new:
-            report.line = self.display.print_commit(report.commit)
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
         self.display.publish_seconds.append(metrics["perf/update_weights_time"])

@@ -43,8 +43,7 @@ from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
-from penstock.flows.terminal.lines import evaluation_rewards, training_rewards
-from penstock.storage.commit import Commit, RunKeys, attempt_in_path
+from penstock.storage.commit import Commit, RunKeys, attempt_in_path, evaluation_rewards, training_rewards
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact

@@ -7,6 +7,7 @@ They start on first use and can be replaced at any time: a stage requests them a
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.pool import EnginePool, start_pool
+from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.transfer import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
@@ -33,6 +35,7 @@ from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef
+from penstock.storage.failpoints import failpoint
 
 _early_ray: ContextVar[ClusterStart | None] = ContextVar("early_ray", default=None)  # inside `ray_starting`
 
@@ -130,8 +133,8 @@ class Processes:
 
     Attributes:
         base_checkpoint: the converted model, which has the weights of policy version 0.
-        before_onload: called before the trainer uses the memory of its devices.
         pools: the engines that were started: "rollout", with --eval-mode apart "evaluation", and "teacher".
+        memory_switches: moves of state between devices and host memory since the last weight update.
     """
 
     def __init__(self, run: ActiveRun, note: Callable[[str], None], *, has_trainer: bool = True) -> None:
@@ -139,8 +142,8 @@ class Processes:
         self.note = note
         self.setup = EngineSetup(run, has_trainer=has_trainer)
         self.base_checkpoint: CheckpointRef | None = None
-        self.before_onload: Callable[[], None] = lambda: None
         self.pools: dict[str, EnginePool] = {}
+        self.memory_switches: list[MemorySwitch] = []
         self.started_trainer: TrainerGroup | None = None
         self._early_ray = _early_ray.get()
         self._cluster: Cluster | None = None
@@ -228,9 +231,7 @@ class Processes:
             network_interface=self.run.config.run.network_interface,
             diagnostics=config.debug.diagnostics,
         )
-        group = TrainerGroup(cluster, spec)
-        group.before_onload = lambda: self.before_onload()
-        return group
+        return TrainerGroup(cluster, spec, before_onload=self.release_engines)
 
     # ---- the engines -------------------------------------------------------------------------------------------------
 
@@ -278,6 +279,37 @@ class Processes:
             return f"{sum(started)} of {len(started)} engines started"
         policy = "" if version is None else f" at version {version}"
         return f"{len(started)} engine{'s'[: len(started) - 1]}{policy}" if started else ""
+
+    def release_engines(self) -> None:
+        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
+        that a previous driver of this run left running on an external Ray cluster."""
+        config = self.run.config
+        if not config.run.offloads_engines or config.run.debug_train_only or config.train.loss_type == "sft_loss":
+            return
+        if "rollout" not in self.pools and not self.cluster.owned:
+            self.start_engines()
+        if (engines := self.pools.get("rollout")) is not None:
+            with self.record_memory_switch("engines: release weights and KV cache"):
+                engines.release_memory()
+            failpoint("engines-released")
+
+    @contextmanager
+    def record_memory_switch(self, name: str) -> Iterator[None]:
+        """Record a `MemorySwitch` for the block: its duration, and memory use of trainer rank 0 before and after."""
+        trainer, start = self.started_trainer, time.perf_counter()
+        before = trainer.memory_use() if trainer else (0, 0)
+        yield
+        seconds, after = time.perf_counter() - start, trainer.memory_use() if trainer else (0, 0)
+        self.memory_switches.append(
+            MemorySwitch(
+                name=name,
+                seconds=seconds,
+                device_bytes_before=before[0],
+                device_bytes_after=after[0],
+                host_bytes_before=before[1],
+                host_bytes_after=after[1],
+            )
+        )
 
     # ---- energy and end ----------------------------------------------------------------------------------------------
 

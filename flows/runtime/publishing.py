@@ -20,7 +20,7 @@ from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 from penstock.engines.weights.transfer import add_upload, update_and_check
 from penstock.flows.options.adapters import adapter_of_version
-from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
+from penstock.flows.policy_schedule import EngineUse, PolicySchedule, PolicyTurns
 from penstock.flows.runtime.processes import Processes
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.failpoints import failpoint
@@ -39,16 +39,8 @@ class PolicyEngines:
     """
 
     def __init__(self, processes: Processes, on_published: OnPublished) -> None:
-        run = processes.run.config.run
-        lead = run.max_staleness if run.streams else run.async_buffer_size
-        limits = PolicyLimits(
-            lead=run.num_rollout if run.debug_rollout_only else lead,
-            bound=run.staleness_limit,
-            interval=run.update_weights_interval,
-            streams=run.streams,
-            evaluates_apart=processes.setup.evaluates_apart,
-        )
-        self.turns = PolicyTurns(PolicySchedule(limits))
+        limits = processes.run.config.run.policy_limits
+        self.turns = PolicyTurns(PolicySchedule(replace(limits, evaluates_apart=processes.setup.evaluates_apart)))
         self.processes = processes
         self.publisher = PolicyPublisher(processes, on_published)
         self._urls: dict[EngineUse, Urls] = {}  # of the pools that are used
@@ -150,12 +142,10 @@ class PolicyPublisher:
         self.processes = processes
         self.config = processes.run.config
         self.on_published = on_published
-        self._switches: list[MemorySwitch] = []  # since the last weight update
         record = processes.run.record
         self._adapter_names = AdapterNames(
             f"{processes.run.store.uri} {processes.run.keys.run} {record.created_at if record else None}"
         )
-        processes.before_onload = self.release_engines
 
     def send(self, version: int, urls: list[str], *, rewind: bool) -> None:
         """Send policy `version` to the engines at `urls`. If the trainer has another version, it is restored to
@@ -182,12 +172,12 @@ class PolicyPublisher:
         if run.offloads_engines:
             self.offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
-            with self._record_memory_switch("engines: resume KV cache"):
+            with processes.record_memory_switch("engines: resume KV cache"):
                 processes.setup.connect(urls).resume_kv_cache()
         metrics["perf/update_weights_time"] = time.perf_counter() - start - metrics.get("perf/check_weights_time", 0.0)
+        switches, processes.memory_switches = processes.memory_switches, []
         if run.alternates_trainer_and_engines:
-            self._switches += trainer.take_memory_switches()
-        switches, self._switches = self._switches, []
+            switches += trainer.take_memory_switches()
         self.on_published(version, metrics, switches)
 
     def transport(self, trainer: TrainerGroup, urls: list[str], version: int) -> WeightTransport:
@@ -253,34 +243,3 @@ class PolicyPublisher:
         if trainer is not None and self.config.run.offloads_trainer:
             trainer.offload(keep=("weights",) if keep_weights else ())
             failpoint("trainer-offloaded")
-
-    def release_engines(self) -> None:
-        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
-        that a previous driver of this run left running on an external Ray cluster."""
-        run, processes = self.config.run, self.processes
-        if not run.offloads_engines or run.debug_train_only or self.config.train.loss_type == "sft_loss":
-            return
-        if "rollout" not in processes.pools and not processes.cluster.owned:
-            processes.start_engines()
-        if (engines := processes.pools.get("rollout")) is not None:
-            with self._record_memory_switch("engines: release weights and KV cache"):
-                engines.release_memory()
-            failpoint("engines-released")
-
-    @contextmanager
-    def _record_memory_switch(self, name: str) -> Iterator[None]:
-        """Record a `MemorySwitch` for the block: its duration, and memory use of trainer rank 0 before and after."""
-        trainer, start = self.processes.started_trainer, time.perf_counter()
-        before = trainer.memory_use() if trainer else (0, 0)
-        yield
-        seconds, after = time.perf_counter() - start, trainer.memory_use() if trainer else (0, 0)
-        self._switches.append(
-            MemorySwitch(
-                name=name,
-                seconds=seconds,
-                device_bytes_before=before[0],
-                device_bytes_after=after[0],
-                host_bytes_before=before[1],
-                host_bytes_after=after[1],
-            )
-        )

@@ -238,9 +238,9 @@ def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> Non
     commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
     shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
     rollouts = [commit for commit in commits if commit.kind == "rollout"]
-    demonstrated = rollouts and rollouts[0].policy_version == -1 and DEBUG_DATA not in rollouts[0].inputs
-    flow = ("sft" if demonstrated else "post_train") if rollouts else "evaluate"
-    if not shared and plan.flow == flow and {commit.config_hash for commit in commits} == {config_hash(plan)}:
+    demonstrated = any(c.policy_version == -1 and DEBUG_DATA not in c.inputs for c in rollouts[:1])
+    same_flow = (plan.flow.trains, plan.flow.has_demonstrations) == (bool(rollouts), demonstrated)
+    if not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(plan)}:
         return  # the commits were made with these options
     raise RunError(
         f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it from a "

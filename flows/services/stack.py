@@ -31,8 +31,8 @@ from penstock.flows.runtime.prefect_api import (
 from penstock.flows.services.deploy import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
+from penstock.storage.tracking.mlflow.mlflow_options import tracking_uri
 from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, update_artifact_paths
-from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
 from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 

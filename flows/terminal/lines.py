@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from itertools import pairwise
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from penstock.storage.commit import Commit, eval_rewards
+from penstock.storage.commit import Commit, eval_rewards, evaluation_rewards, training_rewards
 
 MAX_COLUMNS = 100  # width of the line of a round
 BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
@@ -178,21 +177,6 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
     if spent := seconds_by_stage(commits, publish_seconds):
         rows["seconds"] = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in spent.items())
     return rows
-
-
-def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
-    """Return round -> mean reward of its samples."""
-    rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
-    return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
-
-
-def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
-    """Return data set -> policy version -> mean reward of the evaluations."""
-    scores: dict[str, dict[int, float]] = defaultdict(dict)
-    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
-        for task, reward in eval_rewards(commit).items():
-            scores[task][commit.index] = reward
-    return dict(scores)
 
 
 def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:

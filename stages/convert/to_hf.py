@@ -61,7 +61,7 @@ from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
-    from penstock.engines.megatron.weights import GatheredWeights
+    from penstock.engines.training import GatheredWeights
 
 
 SHARD_BYTES = 5_000_000_000

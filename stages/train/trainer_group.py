@@ -57,15 +57,15 @@ class TrainerGroup:
     Args:
         cluster: Ray cluster on which the actors run.
         spec: models and options of the ranks.
+        before_onload: frees the device memory of other processes on the same devices. Called, with `lock` held, before
+            ranks build models or run a method of `FREES_ENGINES_MEMORY`.
     """
 
-    def __init__(self, cluster: Cluster, spec: TrainerSpec) -> None:
+    def __init__(self, cluster: Cluster, spec: TrainerSpec, before_onload: Callable[[], None] = lambda: None) -> None:
         self.cluster = cluster
         self.spec = spec
         self.lock = threading.RLock()
-        # Called, with `lock` held, before ranks build models or run a method of `FREES_ENGINES_MEMORY`: frees the
-        # engines' device memory.
-        self.before_onload: Callable[[], None] = lambda: None
+        self.before_onload = before_onload
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
         self._built = False  # whether the ranks in `_actors` have models

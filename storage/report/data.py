@@ -277,7 +277,9 @@ def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping
         of_kind = parts.setdefault(stage["kind"], {})
         for part, seconds in stage["seconds"].items() if not stage["inherited"] else ():
             of_kind[part] = of_kind.get(part, 0.0) + seconds
-    return asdict(costs) | {
+    used = asdict(costs)
+    del used["checkpoints"], used["checkpoint_joules"]  # the page does not show them
+    return used | {
         "metrics": costs.metrics(price),
         "price_per_device_hour": price,
         "parts": {kind: parts[kind] for kind in STAGE_KINDS if parts.get(kind)},

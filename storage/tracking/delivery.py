@@ -36,9 +36,11 @@ from penstock.storage.tracking.tracker import (
     Tracker,
     parse_record,
     report_record_key,
+    tracking_directory,
 )
-from penstock.storage.tracking.trackers import TRACKERS, tracker_class
+from penstock.storage.tracking.trackers import TRACKERS, tracker_of
 
+OUTBOX = "outbox.jsonl"
 _COALESCE = 2.0  # seconds to collect records before a delivery, so that short rounds share requests
 _MAX_WAIT = 60.0  # maximum seconds between retries; the first wait is 1 s, and doubles
 _BATCH = 64  # records per delivery
@@ -71,6 +73,18 @@ def read_cost_metrics(
         MetricsLogged(f"cost-{number}", end.at, sum(at <= end.at for at in steps), costs.metrics(price_per_hour))
         for number, end, costs in costs_at_end(store, keys, start)
     ]
+
+
+def read_logged_metric(store: Store, keys: RunKeys, name: str) -> dict[int, float]:
+    """Return step -> value of a metric that is not in commits, from the outbox of the run if it is on this machine."""
+    path = tracking_directory(store, keys.run) / OUTBOX
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:  # the lines of commits are not parsed: with their previews they are large
+        records = [
+            parse_record(json.loads(raw)) for raw in file if b'"type": "metrics"' in raw and raw.endswith(b"}\n")
+        ]
+    return {r.step: r.metrics[name] for r in records if isinstance(r, MetricsLogged) and name in r.metrics}
 
 
 # ---- delivery --------------------------------------------------------------------------------------------------------
@@ -119,7 +133,7 @@ class Outbox:
 
     def __init__(self, directory: Path, suffix: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lines = directory / "outbox.jsonl"
+        self._lines = directory / OUTBOX
         self._delivered = directory / f"delivered{suffix}.json"
         self._refused = directory / f"refused{suffix}.jsonl"
         self._lock_path = directory / f"delivery{suffix}.lock"
@@ -288,8 +302,7 @@ class Delivery:
         self.run = run
         self.problem: str | None = None  # why the last delivery failed, or None
         self.page: str | None = None  # URL of the run in the tracker's UI, once it is known
-        self._tracker_class = tracker_class(uri)
-        self.name = self._tracker_class.name
+        self.name = tracker_of(uri).title
         scheme = uri.partition("://")[0]
         self._outbox = Outbox(directory, f"-{scheme}" if scheme in TRACKERS else "")
         self.wake = threading.Event()  # records were appended
@@ -320,7 +333,7 @@ class Delivery:
                     tracker, commits, position = self._connect(), RunCommits(), 0
                 position = self._deliver(tracker, commits, position)
                 if self.problem is not None:
-                    logger.warning("%s is available again; all waiting records were delivered", tracker.name)
+                    logger.warning("%s is available again; all waiting records were delivered", self.name)
                 self.problem, self.page, wait = None, tracker.page, 1.0
             except Exception as error:  # clients have their own error types
                 reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:_MAX_PROBLEM]
@@ -347,7 +360,7 @@ class Delivery:
             raise BlockingIOError(
                 "another process is delivering this run's outbox: wait until that process ends, or stop it"
             )
-        tracker = self._tracker_class(self.uri, self.run)
+        tracker = tracker_of(self.uri).connect(self.uri, self.run)
         if tracker.wants_all:
             self._outbox.mark_delivered(0)
         return tracker

@@ -48,28 +48,7 @@ Key = tuple[str, int, float]  # tag, step, wall time
 class TensorBoardTracker(Tracker):
     """The tracker for TensorBoard, for one Penstock run."""
 
-    name: ClassVar[str] = "TensorBoard"
     wants_all = True  # a crash of the machine may cut off records
-
-    @staticmethod
-    def uri_of(store: Store, options: TensorBoardOptions) -> str | None:
-        """Return the tracking URI: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, followed by the
-        directories of project and experiment."""
-        if not options.use_tensorboard:
-            return None
-        path = options.tb_dir or os.environ.get("TENSORBOARD_DIR") or trackers_directory(store) / "tensorboard"
-        names = [name for name in (options.tb_project_name, options.tb_experiment_name) if name]
-        return f"{_SCHEME}{Path(path, *names).expanduser().absolute()}"
-
-    @staticmethod
-    def check_options(options: TensorBoardOptions) -> None:
-        """Check that TensorBoard is installed, and that its directory is local."""
-        if options.use_tensorboard:
-            check_package("tensorboard", "--use-tensorboard")
-            if options.tb_dir and "://" in options.tb_dir:
-                raise OptionError(
-                    f"--tb-dir {options.tb_dir[:80]!r} is a URI, but a local directory is needed: give its path"
-                )
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.directory = Path(uri.removeprefix(_SCHEME)) / f"{run.name}-{run.identity[:8]}"
@@ -115,7 +94,7 @@ class TensorBoardOptions(OptionsOfTracker):
     """Options of TensorBoard."""
 
     scheme: ClassVar[str] = "tensorboard"
-    tracker: ClassVar[type[Tracker]] = TensorBoardTracker
+    title: ClassVar[str] = "TensorBoard"
 
     use_tensorboard: bool = option(False, mutability="placement")
     """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""
@@ -129,6 +108,29 @@ class TensorBoardOptions(OptionsOfTracker):
 
     tb_experiment_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
     """With --use-tensorboard: directory for the runs of an experiment, inside the one of --tb-project-name."""
+
+    @staticmethod
+    def connect(uri: str, run: TrackedRun) -> Tracker:
+        """Return the connection of a run."""
+        return TensorBoardTracker(uri, run)
+
+    def uri_of(self, store: Store) -> str | None:
+        """Return the tracking URI: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, and in it the
+        directories of project and experiment."""
+        if not self.use_tensorboard:
+            return None
+        path = self.tb_dir or os.environ.get("TENSORBOARD_DIR") or trackers_directory(store) / "tensorboard"
+        names = [name for name in (self.tb_project_name, self.tb_experiment_name) if name]
+        return f"{_SCHEME}{Path(path, *names).expanduser().absolute()}"
+
+    def check_options(self) -> None:
+        """Check that TensorBoard is installed, and that its directory is local."""
+        if self.use_tensorboard:
+            check_package("tensorboard", "--use-tensorboard")
+            if self.tb_dir and "://" in self.tb_dir:
+                raise OptionError(
+                    f"--tb-dir {self.tb_dir[:80]!r} is a URI, but a local directory is needed: give its path"
+                )
 
     @model_validator(mode="after")
     def _check_tensorboard(self) -> TensorBoardOptions:

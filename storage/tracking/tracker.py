@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from penstock.storage.commit import Commit, eval_rewards
+from penstock.storage.commit import Commit
 from penstock.storage.config import StageConfig
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import is_secret_name
@@ -227,20 +227,6 @@ class RunCommits:
             key, commit = self.commits["rollout"][commit.index]
         return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
 
-    def training_rewards(self) -> dict[int, float]:
-        """Return the mean reward of each rollout that has one, by rollout index."""
-        rollouts = sorted(self.commits["rollout"].items())
-        rewards = {index: commit.summary.get("rollout/raw_reward") for index, (_, commit) in rollouts}
-        return {index: reward for index, reward in rewards.items() if reward is not None}
-
-    def eval_curves(self) -> dict[str, dict[int, float]]:
-        """Return the mean rewards of all evaluations: data set -> policy version -> mean reward."""
-        curves: dict[str, dict[int, float]] = defaultdict(dict)
-        for commit in sorted(self.evals.values(), key=lambda commit: commit.index):
-            for task, reward in eval_rewards(commit).items() if commit.listed_kind == "eval" else ():
-                curves[task][commit.index] = reward
-        return curves
-
 
 def eval_name_from_key(commit_key: str) -> str:
     """Return the name of the evaluated data set, from the key of the commit."""
@@ -251,26 +237,13 @@ def eval_name_from_key(commit_key: str) -> str:
 
 
 class Tracker(Protocol):
-    """Base of the trackers: the connection of one run to a tracker. Methods may raise any error; the caller
-    (delivery.py) retries."""
+    """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
-    name: ClassVar[str]  # of the tracker, for log lines
     # Whether delivery starts with the first record again, including delivered ones. The tracker skips records that it
     # already has; it may lack them after a crash, or because its database was deleted.
     wants_all: bool = False
     # Whether delivered records may be lost when the process is killed, until the end of the run is delivered.
     buffers: ClassVar[bool] = False
-
-    @staticmethod
-    def uri_of(store: Store, options: Any) -> str | None:
-        """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
-
-    @staticmethod
-    def check_options(options: Any) -> None:
-        """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
-        return
-
-    def __init__(self, uri: str, run: TrackedRun) -> None: ...
 
     @property
     def page(self) -> str | None:
@@ -290,10 +263,23 @@ class Tracker(Protocol):
 
 
 class OptionsOfTracker(StageConfig):
-    """Base class of the options of one tracker; each subclass is a row of the table in trackers.py."""
+    """Base class of the options of one tracker; each subclass is a row of the table in trackers.py. Importing it imports
+    no client library."""
 
     scheme: ClassVar[str]  # of its tracking URIs
-    tracker: ClassVar[type[Tracker]]
+    title: ClassVar[str]  # its name in log lines
+
+    @staticmethod
+    def connect(uri: str, run: TrackedRun) -> Tracker:
+        """Return the connection of a run to the tracker at a tracking URI."""
+        raise NotImplementedError
+
+    def uri_of(self, store: Store) -> str | None:
+        """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
+        raise NotImplementedError
+
+    def check_options(self) -> None:
+        """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
 
     def check_companions(self, switch: str, prefix: str) -> None:
         """Check that options whose names begin with `prefix` are given only if the option `switch` selects the

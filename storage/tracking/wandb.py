@@ -55,45 +55,7 @@ _INIT_TIMEOUT = 60.0
 class WandbTracker(Tracker):
     """The tracker for Weights & Biases, for one Penstock run."""
 
-    name: ClassVar[str] = "W&B"
     buffers: ClassVar[bool] = True
-
-    @staticmethod
-    def uri_of(store: Store, options: WandbOptions) -> str | None:
-        """Return the tracking URI, which may contain the API key, or None if W&B is not used."""
-        if not options.use_wandb or options.wandb_mode == "disabled":
-            return None
-        query = {
-            "project": options.wandb_project,
-            "entity": options.wandb_team,
-            "group": options.wandb_group,
-            "id": options.wandb_run_id,
-            "mode": options.wandb_mode,
-            "host": options.wandb_host,
-            "key": options.wandb_key if options.wandb_mode == "online" else None,
-        }
-        query = {name: resolve_secrets(value) for name, value in query.items() if value}
-        path = options.wandb_dir or os.environ.get("WANDB_DIR") or trackers_directory(store)
-        return f"wandb://?{urlencode({**query, 'dir': str(Path(path).expanduser().absolute())})}"
-
-    @staticmethod
-    def check_options(options: WandbOptions) -> None:
-        """Check that W&B is installed and, if it is online, has an API key: in an option, WANDB_API_KEY or ~/.netrc."""
-        if not options.use_wandb or options.wandb_mode == "disabled":
-            return
-        check_package("wandb", "--use-wandb")
-        if options.wandb_mode != "online" or options.wandb_key or os.environ.get("WANDB_API_KEY"):
-            return
-        host = urlsplit(options.wandb_host or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
-        try:
-            in_netrc = netrc.netrc().authenticators(host or "") is not None
-        except (OSError, netrc.NetrcParseError):
-            in_netrc = False
-        if not in_netrc:
-            raise OptionError(
-                "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
-                "--wandb-mode offline"
-            )
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.run = run
@@ -183,7 +145,7 @@ class WandbOptions(OptionsOfTracker):
     """Options of Weights & Biases."""
 
     scheme: ClassVar[str] = "wandb"
-    tracker: ClassVar[type[Tracker]] = WandbTracker
+    title: ClassVar[str] = "W&B"
 
     use_wandb: bool = option(False, mutability="placement")
     """Also send metrics to Weights & Biases; needs the extra `wandb`."""
@@ -212,6 +174,46 @@ class WandbOptions(OptionsOfTracker):
 
     wandb_run_id: str | None = option(None, mutability="placement", pattern=r"^[\w-]{1,64}$")
     """With --use-wandb: id of the W&B run, new or existing; default: the unique id of the Penstock run."""
+
+    @staticmethod
+    def connect(uri: str, run: TrackedRun) -> Tracker:
+        """Return the connection of a run."""
+        return WandbTracker(uri, run)
+
+    def uri_of(self, store: Store) -> str | None:
+        """Return the tracking URI, which may contain the API key, or None if W&B is not used."""
+        if not self.use_wandb or self.wandb_mode == "disabled":
+            return None
+        query = {
+            "project": self.wandb_project,
+            "entity": self.wandb_team,
+            "group": self.wandb_group,
+            "id": self.wandb_run_id,
+            "mode": self.wandb_mode,
+            "host": self.wandb_host,
+            "key": self.wandb_key if self.wandb_mode == "online" else None,
+        }
+        query = {name: resolve_secrets(value) for name, value in query.items() if value}
+        path = self.wandb_dir or os.environ.get("WANDB_DIR") or trackers_directory(store)
+        return f"wandb://?{urlencode({**query, 'dir': str(Path(path).expanduser().absolute())})}"
+
+    def check_options(self) -> None:
+        """Check that W&B is installed and, if it is online, has an API key: in an option, WANDB_API_KEY or ~/.netrc."""
+        if not self.use_wandb or self.wandb_mode == "disabled":
+            return
+        check_package("wandb", "--use-wandb")
+        if self.wandb_mode != "online" or self.wandb_key or os.environ.get("WANDB_API_KEY"):
+            return
+        host = urlsplit(self.wandb_host or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+        try:
+            in_netrc = netrc.netrc().authenticators(host or "") is not None
+        except (OSError, netrc.NetrcParseError):
+            in_netrc = False
+        if not in_netrc:
+            raise OptionError(
+                "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
+                "--wandb-mode offline"
+            )
 
     @model_validator(mode="after")
     def _check_wandb(self) -> WandbOptions:

@@ -13,9 +13,9 @@ from penstock.flows.inspect.report import compare_evaluations
 from penstock.flows.inspect.run_views import evaluation_rows
 from penstock.flows.reporting.prefect_page import describe_progress
 from penstock.flows.runtime.runs import read_existing_record
-from penstock.flows.terminal.lines import evaluation_rewards, seconds_by_stage, summary_rows
+from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
 from penstock.stages.eval.rescoring import Scoring
-from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys, evaluation_rewards
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.report.data import ReportInput, collect_overview
 from penstock.storage.samples.sample import Status
@@ -80,7 +80,7 @@ def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
     lineage = RunCommits()
     for number, commit in enumerate(commits):
         lineage.add(f"runs/r/evals/{number}", commit)
-    return lineage.eval_curves()
+    return evaluation_rewards(list(lineage.evals.values()))
 
 
 @pytest.mark.parametrize(

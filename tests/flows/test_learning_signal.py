@@ -14,7 +14,6 @@ from penstock.flows.reporting.learning_signal import (
     logprob_gap_warning,
     zero_gradient_warning,
 )
-from penstock.flows.reporting.observer import CommitReport
 from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
@@ -63,9 +62,9 @@ def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, option
         for prefix in (KEYS.rollout_prefix(index), KEYS.step_prefix(index)):
             commit = store.committed(prefix)
             assert commit is not None
-            signal.on_commit(CommitReport(prefix, commit, is_new=False))
+            signal.on_commit(prefix, commit, is_new=False)
             assert warnings == []
-            signal.on_commit(CommitReport(prefix, commit))
+            signal.on_commit(prefix, commit, is_new=True)
     assert [text.partition(":")[0] for text in warnings] == [
         "nothing was learned in the last 3 rounds (zero gradients)"
     ] * expected
@@ -133,5 +132,5 @@ def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
     step = Commit(kind="step", run="r", index=0, policy_version=0, summary={LOGPROB_GAP: 0.5})
     store.commit(KEYS.step_prefix(0), step)
     config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
-    LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, config), shown.append).on_commit(CommitReport("key", step))
+    LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, config), shown.append).on_commit("key", step, is_new=True)
     assert len(shown) == (not options)

@@ -21,7 +21,7 @@ from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, enc
 from penstock.storage.failpoints import VARIABLE
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tracker import TrackedRun
 
 pytestmark = pytest.mark.integration
@@ -156,7 +156,7 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
         service.wait_ready()
         assert tracked(90, []) == 0
         assert tracked(90, offered) == 0  # a resumed run offers them all again
-        client = MlflowTracker(uri, TrackedRun("late", "1", store.uri)).client
+        client = MlflowOptions.connect(uri, TrackedRun("late", "1", store.uri)).client
         experiment = client.get_experiment_by_name("penstock")
         [run] = client.search_runs([experiment.experiment_id], "attributes.run_name = 'late'")
         for metric in ("rollout/raw_reward", "train/loss"):

@@ -248,10 +248,10 @@ def test_mlflows_assistant_which_runs_commands_is_not_served(served: Served) -> 
 
 
 def test_a_client_of_the_same_user_logs_in_by_itself(served: Served, tmp_path: Path) -> None:
-    from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+    from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
     from penstock.storage.tracking.tracker import RunStarted, TrackedRun
 
-    tracker = MlflowTracker(served.url, TrackedRun("r", "1"))
+    tracker = MlflowOptions.connect(served.url, TrackedRun("r", "1"))
     tracker.deliver([RunStarted("start", 1.0, {"run": {"seed": 1}})], [])  # type: ignore[arg-type]
     assert tracker.page is not None and "@" not in tracker.page
     assert call(served, f"{API}/runs/get?run_id={tracker.runs.main_run_id}", login=True)[0] == 200

@@ -13,8 +13,7 @@ from penstock.flows.reporting.prefect_page import (
     reward_curve_svg,
     run_page,
 )
-from penstock.flows.terminal.lines import evaluation_rewards, training_rewards
-from penstock.storage.commit import Commit
+from penstock.storage.commit import Commit, evaluation_rewards, training_rewards
 
 
 def made_commits() -> list[Commit]:

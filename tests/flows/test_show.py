@@ -20,6 +20,8 @@ from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_st
 from penstock.storage.commit import RunKeys
 from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.store import Store
+from penstock.storage.tracking.delivery import OUTBOX, Outbox
+from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.web.login import LoginGate, create_login, live_link, page_link
 from tests.storage.made_run import config_of, make_run, write_data
 
@@ -82,6 +84,22 @@ def test_show_finds_the_store_of_a_run_and_draws_its_curves(
     assert "(version 2)" in rows["eval"] and rows["checkpoints"] == "2"
     assert "on first, killed\n" in out and "4200" not in out and "on second, finished after 0:00" in out
     assert "\x1b" not in out
+
+
+def test_show_counts_the_weight_update_in_the_time_of_the_next_round(
+    stores: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", "r"]) == 0
+    assert "seconds" not in capsys.readouterr().out, "equal in all rounds"
+    outbox = Outbox(tracking_directory(Store(stores[0]), "r"))
+    for step, value in ((4, 1000.0), (5, 5000.0)):  # after round 4, and after the last one
+        metrics = {"perf/update_weights_time": value}
+        outbox.append(f"publish-{step + 1}", {"type": "metrics", "at": 1.0, "step": step, "metrics": metrics})
+    with (tracking_directory(Store(stores[0]), "r") / OUTBOX).open("a") as file:
+        file.write('{"key": "publish-7", "type": "metrics", "at"')  # of a killed process
+    assert main(["show", "r"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("seconds"))
+    assert float(row.split()[-1]) - float(row.split()[-3]) == pytest.approx(1000)
 
 
 def test_show_of_a_run_in_no_store_or_in_two_names_the_stores(

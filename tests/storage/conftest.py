@@ -10,7 +10,7 @@ import pytest
 
 from penstock.storage import objects
 from penstock.storage.store import Store
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -70,7 +70,7 @@ def faulty_store(faulty_s3: Callable[..., Any]) -> Iterator[Callable[..., Store]
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without runs: creating its tables takes seconds, copying it does not."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowTracker(f"sqlite:///{path}", TrackedRun("none", "1")).client.search_experiments()
+    MlflowOptions.connect(f"sqlite:///{path}", TrackedRun("none", "1")).client.search_experiments()
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from penstock.storage.tracking.tracker import (
     Committed,
@@ -25,8 +25,6 @@ class RejectedName(ValueError):
 
 class JsonlTracker(Tracker):
     """Metric points, parts and the status of a run in the file of a `jsonl://` URI, one line each, sorted."""
-
-    name: ClassVar[str] = "JSONL"
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.path = Path(uri.removeprefix("jsonl://"))

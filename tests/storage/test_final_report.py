@@ -18,7 +18,7 @@ from penstock.storage.maintenance.deletion import find_orphans, remove_run
 from penstock.storage.report.page import GENERATOR
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tracker import TrackedRun, tracking_directory
 from penstock.storage.tracking.trackers import tracked_run
 
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Store:
 
 def report_in_mlflow(database: Path, run: TrackedRun) -> str | None:
     """Return the artifact `report.html` of the run in an MLflow database, or None if there is none."""
-    client = MlflowTracker(f"sqlite:///{database}", run).client
+    client = MlflowOptions.connect(f"sqlite:///{database}", run).client
     [experiment] = client.search_experiments(filter_string="name = 'penstock'")
     [shown] = client.search_runs([experiment.experiment_id], "attributes.run_name = 'r'")
     if not [file for file in client.list_artifacts(shown.info.run_id) if file.path == "report.html"]:

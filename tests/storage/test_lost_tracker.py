@@ -14,14 +14,14 @@ from tracked_run import CONFIG, RUN, commits, offer, track
 
 from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import Delivery, Outbox, RunTracking
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 
 ROUNDS = [0, 1, 2, 3]
 
 
 @pytest.fixture
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(tracker=JsonlTracker))
+    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(title="JSONL", connect=JsonlTracker))
     return f"jsonl://{tmp_path / 'points.jsonl'}"
 
 
@@ -31,7 +31,7 @@ def rounds_in_file(uri: str) -> list[int]:
 
 
 def rounds_in_mlflow(database: Path) -> list[int]:
-    tracker = MlflowTracker(f"sqlite:///{database}", RUN)
+    tracker = MlflowOptions.connect(f"sqlite:///{database}", RUN)
     run = tracker.runs.find_part("", RUN)
     assert run is not None
     return [point.step for point in tracker.client.get_metric_history(run.info.run_id, "rollout/raw_reward")]
@@ -104,7 +104,7 @@ def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, m
 
 
 def delete_run(database: Path) -> None:
-    tracker = MlflowTracker(f"sqlite:///{database}", RUN)
+    tracker = MlflowOptions.connect(f"sqlite:///{database}", RUN)
     run = tracker.runs.find_part("", RUN)
     assert run is not None
     tracker.client.delete_run(run.info.run_id)

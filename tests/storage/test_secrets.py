@@ -21,7 +21,7 @@ from penstock.storage.secret_references import hide_literal_secrets, resolve_sec
 from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
+from penstock.storage.tracking.mlflow.mlflow_options import tracking_uri
 from penstock.storage.tracking.tracker import TrackedRun, flatten_config
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")

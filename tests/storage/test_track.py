@@ -286,8 +286,8 @@ from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import read_committed
 from penstock.storage.tracking.tracker import RunCommits, TrackedRun
-from penstock.storage.tracking.trackers import tracker_class
-tracker = tracker_class({uri!r})({uri!r}, {run!r})
+from penstock.storage.tracking.trackers import tracker_of
+tracker = tracker_of({uri!r}).connect({uri!r}, {run!r})
 tracker.deliver(read_committed(Store({store.root!r}), RunKeys("r"))[:5], RunCommits())
 if {flushed} and {to == "wandb"}:
     tracker._client.finish()

@@ -16,7 +16,7 @@ from wandb_files import read_history
 
 from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 
 Content = Callable[[], dict[str, Any]]
 
@@ -111,14 +111,14 @@ def served(
     if request.param == "wandb":
         pytest.importorskip("wandb.sdk")
         return f"wandb://?project=p&mode=offline&dir={tmp_path}/wb", lambda: wandb_content(tmp_path / "wb")
-    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(tracker=JsonlTracker))
+    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(title="JSONL", connect=JsonlTracker))
     path = tmp_path / "run.jsonl"
     return f"jsonl://{path}", lambda: jsonl_content(path)
 
 
 def test_a_scheme_without_a_row_is_mlflow() -> None:
     for uri in ("http://localhost", "sqlite:///x.db", "databricks", "/a/directory"):
-        assert trackers.tracker_class(uri) is MlflowTracker
+        assert trackers.tracker_of(uri) is MlflowOptions
 
 
 def test_every_record_is_shown_once(served: tuple[str, Content], tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_failing_tracker_keeps_the_records_for_the_next_start(
         def unreachable(*args: object) -> None:
             raise ConnectionError("http://user:pa55word@server is down")
 
-        patched.setattr(trackers.tracker_class(uri), "__init__", unreachable)
+        patched.setattr(trackers.tracker_of(uri), "connect", unreachable)
         tracking = RunTracking(RUN, tmp_path / "out", [uri], CONFIG)
         tracking.record_commit(*commits()[1])
         assert tracking.close(timeout=5) == 3

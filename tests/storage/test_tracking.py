@@ -148,11 +148,11 @@ def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path:
 import os, sys
 from pathlib import Path
 from penstock.storage.tracking.delivery import Outbox
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tracker import Committed, RunCommits, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
 commits = RunCommits()
-tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
+tracker = MlflowOptions.connect("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
 left = [{step}]
 for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
     def dying(*args, real=getattr(tracker.client, name), **kwargs):

@@ -1,30 +1,57 @@
-"""The tracker for MLflow: receives the records of a run, and logs each as MLflow objects."""
+"""The tracker for MLflow: receives the records of a run, and logs each as MLflow objects: rollouts in the main run;
+checkpoints, evaluations and exports in child runs; and what the main run shows besides them: description, source, user,
+models that it started with, forks, the reward curve.
+
+A fork contains copies of its parent's commits; their metrics are logged for the fork, too, but their artifacts are
+MLflow objects of the parent only.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from penstock.storage.commit import RunKeys
-from penstock.storage.config import option
-from penstock.storage.secret_references import resolve_secrets
-from penstock.storage.secrets import redact, redact_url, register_credentials
+from matplotlib.figure import Figure  # not pyplot, which is not thread-safe
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelInput, Param, RunTag
+from mlflow.utils import mlflow_tags
+
+from penstock.storage.commit import (
+    ORIGINS,
+    CheckpointRef,
+    Commit,
+    RunKeys,
+    attempt_in_path,
+    evaluation_rewards,
+    training_rewards,
+)
+from penstock.storage.history.run_record import read_run_record, read_starts
+from penstock.storage.secrets import redact_url
+from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
 from penstock.storage.tracking.mlflow.mlflow_runs import (
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
+    Link,
     MlflowRuns,
     chunks,
     replace_forbidden_characters,
     to_mlflow,
 )
+from penstock.storage.tracking.mlflow.mlflow_samples import (
+    MlflowTraces,
+    Rows,
+    dataset_input,
+    prompt_dataset,
+    prompt_files,
+    read_preview,
+    shards_dataset,
+)
 from penstock.storage.tracking.tracker import (
     Committed,
-    OptionsOfTracker,
     Record,
     ReportWritten,
     RunCommits,
@@ -34,44 +61,133 @@ from penstock.storage.tracking.tracker import (
     Tracker,
     flatten_config,
     metric_points,
-    trackers_directory,
 )
 from penstock.storage.web.login import with_login
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from mlflow.entities import DatasetInput, Metric
-
-    from penstock.storage.store import Store
+    from mlflow.entities import DatasetInput, LoggedModel, Metric, Run
 
 # MLflow's error codes for which retrying is useless.
 _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _MAX_PARAM = 6000  # characters of a parameter's value
 _CURVE_KINDS = ("checkpoint", "eval")  # kinds of commits after which the reward curve is redrawn
+_MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
+_MAX_SHARD_LINKS = 20  # previews of shards that a train run links to, the newest
+_PARENT = "penstock.parent"  # tag of a fork: the id of its parent
+_SOURCES = ("hf_checkpoint", "checkpoint", "export")  # inputs of conversions: a directory, or files of a run
+
+
+class RunPage:
+    """Logs what the main run of a Penstock run shows besides its commits."""
+
+    def __init__(self, runs: MlflowRuns, models: MlflowModels) -> None:
+        self.client = runs.client
+        self.runs = runs
+        self.models = models
+        self.base_model: LoggedModel | None = None  # policy version 0, once it is known
+
+    def update(self, main_run: str) -> None:
+        """Log user, source, git commit, Prefect flow run and description, and link the run with its parent and its
+        forks. All come from the records in the store; without a store nothing is logged."""
+        run = self.runs.run
+        record = read_run_record(run.store, RunKeys(run.name)) if run.store else None
+        if run.store is None or record is None:
+            return
+        starts = [start for start, _ in read_starts(run.store, RunKeys(run.name))]
+        tags = {
+            mlflow_tags.MLFLOW_SOURCE_NAME: f"penstock {record.flow}",
+            mlflow_tags.MLFLOW_SOURCE_TYPE: "LOCAL",
+            mlflow_tags.MLFLOW_GIT_COMMIT: record.code_version.partition("+")[2],
+            mlflow_tags.MLFLOW_USER: next((start.user for start in starts if start.user), ""),
+            "penstock.flow_run": starts[-1].flow_run if starts else "",
+            "penstock.code_version": record.code_version,
+        }
+        self.client.log_batch(main_run, tags=[RunTag(name, value) for name, value in tags.items() if value])
+        links = [
+            Link("Prefect flow runs", f"start {number}", start.flow_run)
+            for number, start in enumerate(starts)
+            if start.flow_run.startswith("http")
+        ]
+        command = f"`penstock {record.flow}` with Penstock {record.code_version}"
+        text = f"{command}, store `{run.store_uri}`; more: `penstock lineage {run.name}`, `penstock report {run.name}`"
+        self.runs.add_links(main_run, links, text)
+        if (parent := record.parent) and (other := read_run_record(run.store, RunKeys(parent.run))):
+            self.client.set_tag(main_run, _PARENT, other.id)
+            if found := self.runs.find_part("", replace(run, name=parent.run, run_id=other.id)):
+                self._link_fork(found.info.run_id, parent.run, main_run, run.name, parent.at)
+        for fork in self.runs.find_all({_PARENT: record.id}):
+            name = fork.data.tags["penstock.run"]
+            if (of_fork := read_run_record(run.store, RunKeys(name))) and of_fork.parent:
+                self._link_fork(main_run, run.name, fork.info.run_id, name, of_fork.parent.at)
+
+    def _link_fork(self, parent_run: str, parent: str, fork_run: str, fork: str, at: int) -> None:
+        """Link the MLflow runs of a fork from round `at` and of its parent."""
+        link = Link("fork of", f"{parent} at round {at}", self.runs.url("runs", parent_run))
+        self.runs.add_links(fork_run, [link])
+        self.runs.add_links(parent_run, [Link("forks", f"{fork} at round {at}", self.runs.url("runs", fork_run))])
+
+    # ---- models that the run started with ----------------------------------------------------------------------------
+
+    def log_origins(self, main_run: str, commits: RunCommits) -> None:
+        """Log the base, reference and teacher model of the run, as soon as the store or a commit names them."""
+        store = self.runs.run.store
+        if self.base_model is not None:
+            return
+        if store is None:
+            if base := commits.commits["model"].get(0):
+                self._log_origin(main_run, "base", *base)
+            return
+        for role in ORIGINS:
+            model = store.read_record(CheckpointRef, RunKeys(self.runs.run.name).origin_key(role))
+            commit = store.read_record(Commit, model.key) if model else None
+            if model is not None and commit is not None:
+                self._log_origin(main_run, role, model.key, commit)
+
+    def _log_origin(self, main_run: str, role: str, key: str, commit: Commit) -> None:
+        """Log a converted model as an input of the run, with its conversion."""
+        model, sources = self._log_conversion(key, commit)
+        if role == "base":
+            self.base_model = model
+        self.client.log_inputs(main_run, models=[LoggedModelInput(model.model_id)])
+        here = Link(f"{role} model of run", self.runs.run.name, self.runs.url("runs", main_run))
+        for source in (model, *sources):
+            self.models.add_links(source, [here])
+        links = [self.models.link(f"source of the {role} model", source) for source in sources]
+        self.runs.add_links(main_run, [self.models.link(f"{role} model", model), *links])
+
+    def _log_conversion(self, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
+        """Log the conversion of a source model as an MLflow run, which all runs with the same model share. Return the
+        converted model and its sources: a directory, or the export or a checkpoint of another run, or both if the
+        directory is a copy."""
+        attempt = commit.attempt or key
+        name = f"convert-{short_fingerprint(key)}"
+        tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri}
+        run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, int(commit.started_at * 1000), tags)
+        model = self.models.of_commit(key, commit, run_id)
+        self.models.log_output(run_id, model)
+        links = [self.models.link("output", model)]
+        here = Link("converted by", name, self.runs.url("runs", run_id))
+        paths = [commit.inputs[role] for role in _SOURCES if role in commit.inputs]
+        attempts = [attempt_in_path(path) for path in paths]  # of a run's export or checkpoint
+        found = [self.models.of_attempt(attempt) if attempt else None for attempt in attempts]
+        sources = [model or self.models.of_source(path) for model, path in zip(found, paths, strict=True)]
+        for source in sources:
+            self.client.log_inputs(run_id, models=[LoggedModelInput(source.model_id)])
+            self.models.add_links(source, [here, self.models.link("converted to", model)])
+            links.append(self.models.link("input", source))
+        self.models.add_links(model, [here, *(self.models.link("converted from", source) for source in sources)])
+        self.client.log_batch(run_id, metrics=to_mlflow(metric_points(Committed(key, commit.created_at, commit))))
+        self.client.log_text(run_id, commit.model_dump_json(indent=1), "commit.json")
+        self.runs.add_links(run_id, links)
+        self.client.set_terminated(run_id, "FINISHED", int(commit.created_at * 1000))
+        return model, sources
 
 
 class MlflowTracker(Tracker):
-    """The tracker for MLflow, for one Penstock run."""
-
-    name: ClassVar[str] = "MLflow"
-
-    @staticmethod
-    def uri_of(store: Store, options: MlflowOptions) -> str:
-        """Return the tracking URI (`tracking_uri`): MLflow is always used."""
-        return tracking_uri(store, options.mlflow_tracking_uri)
+    """The connection of one Penstock run to MLflow. `MlflowOptions.connect` makes it."""
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox retries
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # MLflow would print two lines for every child run.
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        from mlflow import MlflowClient  # here, since importing it takes seconds and reads the variables above
-
-        from penstock.storage.tracking.mlflow.mlflow_commits import MlflowCommits, RunPage
-        from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels
-
-        # Errors that these loggers report are also raised, and delivery.py logs them.
+        # Their errors are also raised, and logged by delivery.py.
         for name in ("mlflow", "alembic", "sqlalchemy", "urllib3.connectionpool"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.uri = uri
@@ -79,9 +195,12 @@ class MlflowTracker(Tracker):
         self.client = MlflowClient(with_login(uri))
         self.runs = MlflowRuns(self.client, uri, run)
         self.wants_all = self.runs.find_part("") is None
-        models = MlflowModels(self.runs)
-        self.run_page = RunPage(self.runs, models)
-        self.mlflow_commits = MlflowCommits(self.runs, models, self.run_page)
+        self.models = MlflowModels(self.runs)
+        self.run_page = RunPage(self.runs, self.models)
+        self.registry = MlflowRegistry(self.runs, self.models)
+        self.traces = MlflowTraces(self.runs)
+        self._previews: dict[str, Rows] = {}  # prompt file -> its first rows
+        self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
 
     @property
     def page(self) -> str | None:
@@ -102,7 +221,7 @@ class MlflowTracker(Tracker):
                 case RunStarted():
                     self._log_start(main_run, record)
                 case Committed():
-                    inputs += self.mlflow_commits.log(main_run, record.key, record.commit, commits)
+                    inputs += self._log_commit(main_run, record.key, record.commit, commits)
                 case ReportWritten() if self.run.store and (content := self.run.store.read(record.store_key)):
                     self.client.log_text(main_run, content.decode(), "report.html")
             points += to_mlflow(metric_points(record))
@@ -117,8 +236,8 @@ class MlflowTracker(Tracker):
         if ends:
             self.run_page.log_origins(main_run, commits)
             self.run_page.update(main_run)
-            self.mlflow_commits.registry.update_models_of_run()
-            if records[-1] is ends[-1]:  # otherwise a new start follows this end: the run was resumed
+            self.registry.update_models_of_run()
+            if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
     def is_permanent_refusal(self, error: Exception) -> bool:
@@ -126,8 +245,6 @@ class MlflowTracker(Tracker):
         return getattr(error, "error_code", None) in _FINAL
 
     def _log_start(self, run_id: str, record: RunStarted) -> None:
-        from mlflow.entities import Param
-
         run = self.client.get_run(run_id)
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
@@ -146,58 +263,215 @@ class MlflowTracker(Tracker):
                 self.client.set_tag(run_id, f"changed.{name}", value)
         self.run_page.update(run_id)
 
+    def _log_commit(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
+        """Log a commit, except for what the caller logs in the main run together with that of other commits: its
+        metrics, and the returned data sets."""
+        if commits.is_copy(key, commit):  # its artifacts are MLflow objects of the fork's parent
+            return []
+        self.run_page.log_origins(main_run, commits)
+        if commit.kind == "model":
+            return []
+        text = commit.model_dump_json(indent=1)
+        if not (part := commits.child_run_name(key, commit)):
+            self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.run.name}/')}")
+            return self._log_rollout(main_run, key, commit, commits) if commit.kind == "rollout" else []
+        tags = {"mlflow.parentRunId": main_run, "penstock.commit": key}
+        child = self.runs.find_or_create_part(part, part, int(commit.started_at * 1000), tags)
+        links = [Link("part of", self.run.name, self.runs.url("runs", main_run))]
+        match commit.kind:
+            case "checkpoint":
+                links += self._log_checkpoint(main_run, child, key, commit, commits)
+            case "eval":
+                links += self._log_eval(child, key, commit, commits)
+            case "export":
+                links += self._log_export(main_run, child, key, commit, commits)
+        self.client.log_text(child, text, "commit.json")
+        self.runs.add_links(child, links)
+        self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
+        if commit.kind in ("checkpoint", "eval"):
+            self.registry.register_evaluated(commit.policy_version, commit.created_at, commits)
+        return []
 
-class MlflowOptions(OptionsOfTracker):
-    """Options of MLflow."""
+    # ---- kinds of commits --------------------------------------------------------------------------------------------
 
-    scheme: ClassVar[str] = "mlflow"
-    tracker: ClassVar[type[Tracker]] = MlflowTracker
+    def _log_rollout(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
+        """Log previews of a rollout's samples and prompt files. Return its data sets: shards and prompt files."""
+        inputs, previews = self._prompt_inputs(commit)
+        if rows := commit.state.get("shown"):
+            previews[_samples_path(commit)] = rows
+        rollouts = [saved for _, saved in sorted(commits.commits["rollout"].items())]
+        listed = [_samples_path(c) for k, c in rollouts if c.state["shown"] and not commits.is_copy(k, c)]
+        self._log_tables(main_run, previews, listed)
+        if commit.files:
+            shards = shards_dataset(key, commit, self.run.store_uri)
+            inputs.append(dataset_input(shards, "rollout", commit))
+            saved = [c for v, c in commits.commits["checkpoint"].items() if v <= commit.policy_version]
+            earlier = [c for c in saved if c[1].created_at <= commit.created_at]
+            latest = max(earlier, key=lambda c: c[1].index, default=None)
+            model = self.models.of_commit(*latest) if latest else self.run_page.base_model
+            self.traces.log_round(main_run, commit, shards.name, model)
+        return inputs
 
-    mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
-    """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
+    def _log_checkpoint(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
+        """Log a checkpoint: the train run with its metrics, parameters and shards, and the model. Return the links of
+        the train run."""
+        rollouts = commits.since_previous_checkpoint("rollout", commit.index)
+        inputs = [dataset_input(shards_dataset(k, c, self.run.store_uri), "training", c) for k, c in rollouts]
+        for datasets in chunks(inputs, MAX_DATASETS):
+            self.client.log_inputs(child, datasets=datasets)
+        steps = [
+            Committed(key, step.created_at, step)
+            for key, step in commits.since_previous_checkpoint("step", commit.index)
+        ]
+        points = [point for step in steps for point in metric_points(step)]
+        for metrics in chunks(to_mlflow(points), MAX_METRICS):
+            self.client.log_batch(child, metrics=metrics)
+        params = self.client.get_run(main_run).data.params.items()
+        for some in chunks([Param(k, v) for k, v in params if k.startswith("train.")], MAX_PARAMS):
+            self.client.log_batch(child, params=some)
 
-    mlflow_trace_samples: int = option(4, mutability="placement", ge=0)
-    """Number of samples of each round that MLflow shows as traces: turns, tool calls and parts of the reward."""
+        model = self.models.of_commit(key, commit, child)
+        self.models.log_output(child, model, commit.index)
+        self.models.log_output(main_run, model, commit.index)
+        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
+        here = self.runs.url("runs", child)
+        self.models.add_links(
+            model, [Link("made by", name, here), Link("run", self.run.name, self.runs.url("runs", main_run))]
+        )
+        links = [self.models.link("output", model)]
+        previewed = [c for k, c in rollouts if c.state.get("shown") and not commits.is_copy(k, c)]
+        for rollout in previewed[-_MAX_SHARD_LINKS:]:
+            page = self.runs.url("runs", main_run, f"/artifacts/{_samples_path(rollout)}")
+            links.append(Link("samples of the rollouts", f"{rollout.index:06d}", page))
+        if before := self._policy(commits.previous_checkpoint(commit.index), commits):
+            self.client.log_inputs(child, models=[LoggedModelInput(before.model_id)])
+            self.models.add_links(before, [Link("trained in", name, here)])
+            links.append(self.models.link("input", before))
+        for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
+            early = self.runs.find_part(commits.child_run_name(*evaluation))
+            if early:  # it was logged before the checkpoint
+                link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
+                self.runs.add_links(early.info.run_id, [link])
+        for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
+            other = self.runs.find_part(commits.child_run_name(*evaluation))
+            links += self._link_parts(child, name, "evaluated during training in", other, "policy trained in")
+        return links
 
+    def _log_eval(self, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
+        """Log an evaluation: its prompts, samples and metrics, which belong to the evaluated model, too. Return the
+        links of the child run."""
+        inputs, previews = self._prompt_inputs(commit)
+        if rows := commit.state.get("shown"):
+            previews[_samples_path(commit)] = rows
+        self._log_tables(child, previews, list(previews))
+        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
+        links = []
+        original_key = commit.inputs.get("samples", "")
+        if original := commits.evals.get(original_key):
+            inputs.append(
+                dataset_input(shards_dataset(original_key, original, self.run.store_uri), "scored again", original)
+            )
+            other = self.runs.find_part(commits.child_run_name(original_key, original))
+            links = self._link_parts(child, name, "scores the samples of", other, "scored again in")
+        if commit.files:
+            inputs.append(dataset_input(shards_dataset(key, commit, self.run.store_uri), "samples", commit))
+        if inputs:
+            self.client.log_inputs(child, datasets=inputs)
+        if model := self._policy(commit.policy_version, commits):
+            links.append(self._log_scores(child, commits.child_run_name(key, commit), key, commit, model))
+        else:
+            points = metric_points(Committed(key, commit.created_at, commit))
+            self.client.log_batch(child, metrics=to_mlflow(points))
+            checkpoints = commits.commits["checkpoint"]
+            if later := [version for version in checkpoints if version > commit.policy_version]:
+                other = self.runs.find_part(commits.child_run_name(*checkpoints[min(later)]))
+                links += self._link_parts(child, name, "policy trained in", other, "evaluated during training in")
+        return links
 
-def tracking_uri(store: Store, configured: str | None = None) -> str:
-    """Return the tracking URI: the configured one, MLFLOW_TRACKING_URI, or an SQLite file in the store.
+    def _log_scores(self, child: str, part: str, key: str, commit: Commit, model: LoggedModel) -> Link:
+        """Log the metrics of an evaluation as those of the evaluated model, too, and link the model with the child run
+        `child`, whose name is `part`. Return the link to the model."""
+        about = {"run_id": child, "model_id": model.model_id}
+        if inputs := self._prompt_inputs(commit)[0]:
+            about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
+        points = metric_points(Committed(key, commit.created_at, commit))
+        self.client.log_batch(child, metrics=to_mlflow(points, about))
+        self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
+        name = f"{self.run.name}/{part}"
+        self.models.add_links(model, [Link("evaluated in", name, self.runs.url("runs", child))])
+        return self.models.link("evaluated model", model)
 
-    Without a local store the SQLite file is in this user's state directory. The URI may contain credentials, so it must
-    not be displayed.
-    """
-    if uri := resolve_secrets(configured) or os.environ.get("MLFLOW_TRACKING_URI"):
-        return register_credentials(uri)
-    database = trackers_directory(store) / "mlflow" / "mlflow.db"
-    database.parent.mkdir(parents=True, exist_ok=True)
-    return f"sqlite:///{database}"
+    def _log_export(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
+        """Log an export as a model of its own, linked with its checkpoint. Return the links of the child run."""
+        model = self.models.of_commit(key, commit, child)
+        self.models.log_output(child, model, commit.index)
+        self.models.log_output(main_run, model, commit.index)
+        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
+        here = self.runs.url("runs", child)
+        links = [Link("made by", name, here), Link("run", self.run.name, self.runs.url("runs", main_run))]
+        checkpoint = self._policy(commit.policy_version, commits)
+        if checkpoint:
+            self.client.log_inputs(child, models=[LoggedModelInput(checkpoint.model_id)])
+            self.models.add_links(checkpoint, [self.models.link("exported as", model), Link("exported in", name, here)])
+            links.append(self.models.link("exported from", checkpoint))
+        self.models.add_links(model, links)
+        return [self.models.link("output", model), *([self.models.link("input", checkpoint)] if checkpoint else [])]
 
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
-def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | None:
-    """Show the decisions about a model in MLflow: its registered versions and aliases. Return why MLflow was not
-    updated, or None if it was."""
-    from penstock.storage.history.run_record import read_run_record  # here, so that options do not load the store
+    def _policy(self, version: int, commits: RunCommits) -> LoggedModel | None:
+        """Return the logged model of a policy version: a checkpoint, or the base model for version 0."""
+        if checkpoint := commits.checkpoint(version):
+            return self.models.of_commit(*checkpoint)
+        return self.run_page.base_model if version == 0 else None
 
-    record = read_run_record(store, RunKeys(policy_run))
-    if record is None:
-        return f"run {policy_run!r} has no run.json"
-    uri = tracking_uri(store, record.config.get("run", {}).get("mlflow_tracking_uri"))
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        return f"the MLflow database {redact(uri)} does not exist"
-    try:
-        tracker = MlflowTracker(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
-        if tracker.runs.find_part(""):
-            tracker.mlflow_commits.registry.update_model(model)
-    except Exception as error:  # clients have their own error types
-        return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
-    return None
+    def _prompt_inputs(self, commit: Commit) -> tuple[list[DatasetInput], dict[str, Rows]]:
+        """Return the prompt files of a commit as data sets, and their previews by artifact path."""
+        inputs, previews = [], {}
+        for index, path in enumerate(prompt_files(commit)):
+            rows = self._previews.setdefault(path, read_preview(path))
+            dataset = prompt_dataset(commit, index, path, rows)
+            inputs.append(dataset_input(dataset, "prompts"))
+            if rows:
+                previews[f"prompts/{dataset.name}-{dataset.digest}.json"] = rows
+        return inputs, previews
+
+    def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
+        """Log tables by artifact path, and list them and the last of `listed` as tables on the run's page.
+
+        `log_table` is not used, since it would append to an existing table.
+        """
+        for path, rows in tables.items():
+            if (run_id, path) not in self._logged_tables:
+                columns = list(dict.fromkeys(name for row in rows for name in row))
+                data = [[row.get(name, "") for name in columns] for row in rows]
+                table = json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+                self.client.log_text(run_id, table, path)
+                self._logged_tables.add((run_id, path))
+        if tables:
+            paths = list(dict.fromkeys([*tables, *listed[-_MAX_TABLES:]]))
+            text = json.dumps([{"path": path, "type": "table"} for path in sorted(paths)])
+            self.client.set_tag(run_id, mlflow_tags.MLFLOW_LOGGED_ARTIFACTS, text)
+
+    def _link_parts(self, child: str, name: str, role: str, other: Run | None, role_here: str) -> list[Link]:
+        """Link another child run (None: MLflow does not have it) to the child run with the id `child` and the title
+        `name`. Return the links in the other direction.
+
+        Args:
+            role: what the other child run is to this one.
+            role_here: what this child run is to the other one.
+        """
+        if other is None:
+            return []
+        self.runs.add_links(other.info.run_id, [Link(role_here, name, self.runs.url("runs", child))])
+        title = f"{self.run.name}/{other.info.run_name}"
+        return [Link(role, title, self.runs.url("runs", other.info.run_id))]
 
 
 def reward_curve(run: str, commits: RunCommits) -> Figure | None:
     """Plot mean training reward and evaluation rewards over rounds. Return None if there are no rewards."""
-    from matplotlib.figure import Figure  # not pyplot, which is not thread-safe
-
-    training, evals = commits.training_rewards(), commits.eval_curves()
+    training = training_rewards([commit for _, commit in commits.commits["rollout"].values()])
+    evals = evaluation_rewards(list(commits.evals.values()))
     if not training and not evals:
         return None
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
@@ -210,3 +484,7 @@ def reward_curve(run: str, commits: RunCommits) -> Figure | None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
+
+
+def _samples_path(commit: Commit) -> str:
+    return f"samples/{commit.index:06d}.json"
