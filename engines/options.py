@@ -34,7 +34,7 @@ class ServedAdapters(BaseModel):
 
     rank: int
     modules: tuple[str, ...]  # last names of the Hugging Face layers with adapters, for instance q_proj
-    max_versions: int = 1  # policy versions that requests in flight use at the same time
+    max_versions: int = 1  # maximum number of policy versions that requests in flight use at the same time
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class EngineOptions:
 
     @property
     def first_gpu(self) -> int:
-        """Return the index of the engines' first GPU: 0 if they share the trainer's, else the first after these."""
+        """Return the index of the engines' first GPU: 0 if they share the trainer's GPUs, else the first after them."""
         return 0 if self.num_gpus is None else self.trainer_gpus
 
     def weight_transport(

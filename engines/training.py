@@ -1,5 +1,5 @@
-"""The interface of a training engine: `TrainEngine`, one rank of a model with its optimizer, and `TrainBackend`, what a
-stage and its driver need besides. Imports torch for type checkers only, because the driver uses this module.
+"""The interface of a training engine: `TrainEngine` is one rank of a model with its optimizer; `TrainBackend` prepares
+the ranks and builds the engine. Imports torch for type checkers only, because the driver uses this module.
 
 To add a training engine, write a package `engines/<name>` with subclasses of both, and name it in `TRAIN_ENGINE`.
 
@@ -102,7 +102,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """Everything that determines a `TrainEngine`, the weights apart."""
+    """Everything that determines a `TrainEngine` except its weights."""
 
     shape: ModelShape
     layout: ParallelLayout
@@ -141,8 +141,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def pack_stream(self, packed: EnginePack) -> EngineStream:
-        """Return this rank's tokens of a micro-batch. Kept in `packed.stream`, they need not be copied again in every
-        pass, which would wait for the GPU. Not collective."""
+        """Return this rank's tokens of a micro-batch. A caller that runs several passes keeps the result in
+        `packed.stream`, because building it copies data to the GPU and waits for that. Not collective."""
 
     @abstractmethod
     def forward_backward(
@@ -212,8 +212,8 @@ class TrainEngine(ABC):
     @abstractmethod
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load all states of a checkpoint that `save` wrote, and return its `step_state`. Resumed training is
-        bit-identical to uninterrupted training. The checkpoint of a model with adapters has only these: load its base
-        with `load_weights` before."""
+        bit-identical to uninterrupted training. The checkpoint of a model with adapters has only the adapters: load the
+        base weights with `load_weights` first."""
 
     @abstractmethod
     def load_weights(self, directory: str | Path) -> None:

@@ -155,7 +155,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}): replace it by a readable file") from None
+        raise ModelError(f"{path} cannot be read ({error.strerror}): make it readable for this user") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(values, dict):
@@ -190,7 +190,7 @@ def check_model_files(directory: Path) -> None:
 class ConfigEntries:
     """The entries of one config.json, with type checks. `entries[name]` returns the value of an entry; for an absent
     entry it returns the family's default (equal to that of transformers' config class), or None without a default.
-    `types` are those of entries that only this family has.
+    `types` has the types of the entries that only this family has.
     """
 
     def __init__(

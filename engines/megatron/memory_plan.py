@@ -12,8 +12,8 @@ width k each, MLP width f, and n bytes per element:
 
     n (4 h  +  3 q + 4 k  +  q with QK norms  +  3 f) + 4 bytes x attention heads
 
-that is the inputs and outputs of both norms; the QKV projection (q + 2 k), its copy of the queries for the QK norm, the
-rotated queries and keys, the output of attention; the output of the first MLP matrix (2 f) and of SwiGLU (f).
+which are the inputs and outputs of both norms; the QKV projection (q + 2 k), its copy of the queries for the QK norm,
+the rotated queries and keys, the output of attention; the output of the first MLP matrix (2 f) and of SwiGLU (f).
 Tensor parallelism divides the attention and MLP terms; the terms in h are divided only with sequence parallelism.
 Tokens are counted per rank, after context parallelism.
 """
@@ -84,7 +84,7 @@ class TrainerMemory:
 def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
-    """Return the estimated memory of the trainer rank that needs most."""
+    """Return the estimated memory of the trainer rank that needs the most."""
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
@@ -98,8 +98,8 @@ def estimate_stage_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
 ) -> TrainerMemory:
     """Return the estimated memory of a rank of one pipeline stage. Optimizer state is sharded over data- and
-    context-parallel ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of
-    its weights."""
+    context-parallel ranks; the optimizer state of experts is sharded over the ranks with the same experts. An fp32
+    model has no second copy of its weights."""
     megatron, size = options.megatron, BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
     models = [count_stage_parameters(shape, layout, layers, stage)]
@@ -218,9 +218,10 @@ def activation_bytes(
 def layer_activations(
     shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, bytes_per_element: int, megatron: dict[str, Any]
 ) -> tuple[float, float]:
-    """Return the activation memory of consecutive layers (indices `layers`) of a rank in bytes per token that the rank
-    processes: kept from the forward pass to the backward pass; and the additional peak in the backward pass, while a
-    part of the layers is recomputed and the largest layer is processed. `megatron` has the recomputation options."""
+    """Return the activation memory of a rank's consecutive layers (indices `layers`), in bytes per token that the rank
+    processes: the memory kept from the forward pass to the backward pass, and the additional peak in the backward pass,
+    while a part of the layers is recomputed and the largest layer is processed. `megatron` has the recomputation
+    options."""
     parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]
     largest = max(full, default=0.0)

@@ -31,10 +31,10 @@ class DeviceMemory:
     def __init__(self, name: str, wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
         self._name, self._optimizer = name, optimizer
         self._buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        # not in the buffers, which have only trained parameters
+        # frozen parameters are not in Megatron's parameter buffers, which have only trained parameters
         self._frozen = [param for chunk in wrapped for param in chunk.parameters() if not param.requires_grad]
         self._host: dict[StateKind, list[Tensor]] = {}  # buffers, uint8: allocated at the first offload and kept
-        self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # emptied; with their sizes in bytes
+        self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # (emptied storage, its size in bytes)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:

@@ -62,7 +62,7 @@ class ShardSlice:
 
     def toggle_layer_stacking(self, num_layers: int) -> ShardSlice:
         """Return this slice converted from a tensor that stacks all `num_layers` layers to one tensor per layer, or
-        vice versa. A slice that is in no layer is returned unchanged."""
+        vice versa. A slice of a parameter outside of the layers is returned unchanged."""
         match = LAYER.match(self.key)
         if match is None:
             return self
