@@ -139,7 +139,7 @@ class Placement:
     def alive_nodes(self) -> list[dict[str, Any]]:
         """Return the entries of `ray.nodes()` whose raylet accepts connections, ordered by `order_nodes`.
 
-        Ray notices the death of a node only after some seconds; an actor placed there before that would fail.
+        Ray notices the death of a node only after some seconds; an actor placed on it before that would fail.
         """
         nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
         if self._cluster.ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network

@@ -295,7 +295,7 @@ class TrainBackend(ABC):
 
 @cache
 def train_backend() -> TrainBackend:
-    """Return the training engine."""
+    """Return an instance of the class that `TRAIN_ENGINE` names."""
     module, _, cls = TRAIN_ENGINE.partition(":")
     backend: TrainBackend = getattr(importlib.import_module(module), cls)()
     return backend

@@ -68,7 +68,7 @@ class Experts(_Component):
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
-    num_groups: int = 1  # of experts; top-k selects from the best `top_groups` of these groups only
+    num_groups: int = 1  # number of groups of experts; top-k selects only from the best `top_groups` of these groups
     top_groups: int = 1
     scaling: float = 1.0  # factor by which the sum of the routed experts' outputs is multiplied
 

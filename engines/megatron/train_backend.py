@@ -55,7 +55,7 @@ class MegatronBackend(TrainBackend):
         }
         if (
             layout.tensor > 1
-        ):  # kernels then start in the order of their launches, so that communication overlaps with computation
+        ):  # kernels start in the order of their launches, so communication overlaps with computation
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         given = {name: os.environ[name] for name in USER_VARIABLES if name in os.environ}
         if "PYTORCH_CUDA_ALLOC_CONF" in given:  # the older name

@@ -27,9 +27,8 @@ from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_pa
 VOCABULARY = (EMBEDDING, HEAD)  # weights with one row per vocabulary entry
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-STACKED = re.compile(
-    r"\.mlp\.experts\.(linear_fc[12]\.weight)$"
-)  # one weight of all experts (`model/grouped_experts.py`)
+# Names of weights that stack all experts (`model/grouped_experts.py`).
+STACKED = re.compile(r"\.mlp\.experts\.(linear_fc[12]\.weight)$")
 
 Snapshot = list[Tensor]
 

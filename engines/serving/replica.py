@@ -282,9 +282,9 @@ class RayReplica(Replica):
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 
     def _read_start_results(self) -> None:
-        """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read those that have finished. When all
-        have, store the server's address. If the server could not be adopted, or Ray has moved its GPUs to another
-        node since, start a new one."""
+        """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read the results of finished calls.
+        When all have finished, store the server's address. If the server could not be adopted, or Ray has moved its
+        GPUs to another node since, start a new one."""
         waiting, finished, timeout = list(self._starts), list[Any](), POLL_SECONDS
         while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
             finished += done[0]

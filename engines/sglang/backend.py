@@ -85,9 +85,8 @@ class SGLangServer(EngineServer):
         if spec.num_nodes > 1:
             ours |= {"nnodes": spec.num_nodes, "node_rank": self.node_rank, "dist_init_addr": self.rendezvous}
         else:
-            ours["nccl_port"] = (
-                reserve_free_port()
-            )  # rendezvous of the ranks; SGLang does not reserve the port it chooses
+            # The rendezvous of the ranks, set here because SGLang does not reserve the port that it chooses.
+            ours["nccl_port"] = reserve_free_port()
         configured = {name: value for name, value in spec.args.items() if name != "api_key"}
         return [spec.python or sys.executable, str(LAUNCHER), *to_command_line(ours), *to_command_line(configured)]
 

@@ -217,7 +217,8 @@ class SGLangClient(EngineClient):
         self._running[request] = (url, n)
         headers = {ROUTING_KEY: session or request} if self.router else {}
         try:
-            # Behind a router all engines have the same adapter: streams, whose engines may differ, get merged weights.
+            # The router chooses the engine later, but all engines have the same adapter. (In streaming mode they may
+            # differ for a while, so `--lora-publish adapter` is refused there with a router.)
             with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
                 own = {"rid": request} if adapter is None else {"rid": request, "lora_path": adapter}
                 answers = await self._await_while_engine_listed(

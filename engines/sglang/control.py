@@ -29,7 +29,7 @@ UPDATING = "updating:"  # prefix of the version while an update loads it; remain
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MEMORY_TIMEOUT = 300.0  # seconds
 
-# Requests have an API key, and engines are in the private network of the nodes: never through a proxy.
+# Requests contain an API key, and engines are in the private network of the nodes, so no proxy must be used.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -70,7 +70,7 @@ def sampling_parameter_names(params: ast.ClassDef) -> frozenset[str]:
     return frozenset(argument.arg for argument in [*init.args.args, *init.args.kwonlyargs]) - {"self"}
 
 
-# ---- what it cannot do -----------------------------------------------------------------------------------------------
+# ---- features that it lacks ------------------------------------------------------------------------------------------
 
 
 def check_external_release(url: str, release: Release) -> None:

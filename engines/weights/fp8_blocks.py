@@ -108,9 +108,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight = torch.nn.functional.pad(weight, padding)
     blocks = weight.reshape(rows, BLOCK, columns, BLOCK)
     amax = blocks.abs().amax(dim=(1, 3)).float().clamp(min=_SMALLEST_AMAX)  # [rows, columns]
-    scales = amax / torch.full_like(
-        amax, LARGEST
-    )  # CUDA divides by a plain number inexactly, with its rounded reciprocal
+    scales = amax / torch.full_like(amax, LARGEST)  # CUDA would multiply by the rounded reciprocal of a plain number
     quantized = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(rows * BLOCK, columns * BLOCK)
     return quantized[:num_rows, :num_columns].contiguous(), scales
 

@@ -37,8 +37,9 @@ AttentionKernel = Literal["padded", "torch", "fa4"]
 FA4 = "flash-attn-4"  # package
 FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # tested head dimensions: (of keys, of values)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
-# losses, which Megatron scales for means over tokens, while Penstock's losses are plain sums.
+# Fixed values of MoE fields. Other values would drop tokens or add noise, so that the trained model would differ from
+# the engine's, or add load-balancing losses, which Megatron scales for means over tokens, while Penstock's losses are
+# sums.
 MOE_FIXED: dict[str, Any] = dict(
     moe_aux_loss_coeff=0.0,
     moe_z_loss_coeff=None,

@@ -83,7 +83,7 @@ def words_without_punctuation(text: str) -> list[str]:
 
 
 def words_stripped_at_edges(text: str) -> list[str]:
-    """Split a text at white space, and strip punctuation from both ends of each word, and omit empty words."""
+    """Split a text at white space, strip punctuation from both ends of each word, and omit empty words."""
     return [bare for word in text.split() if (bare := word.strip(EDGES))]
 
 
