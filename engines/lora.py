@@ -191,7 +191,7 @@ def check_adapters(
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # of PEFT's tensor names, before the name in the Hugging Face model
+PREFIX = "base_model.model."  # PEFT's tensor names are this prefix and the name in the Hugging Face model
 
 
 def to_peft(layout: TensorLayout, layer: str, first: Tensor, second: Tensor) -> list[tuple[str, Tensor]]:

@@ -119,7 +119,7 @@ class Gpu:
 
     group: Any  # Ray's placement group
     bundle: int  # index in the placement group
-    gpu_id: str  # on the node
+    gpu_id: str  # id of the GPU on its node
     node: str  # Ray's node id
 
 

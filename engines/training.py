@@ -106,12 +106,12 @@ class EngineBuild:
 
     shape: ModelShape
     layout: ParallelLayout
-    dtype: Literal["fp32", "bf16"]  # of weights and computation; optimizer states are fp32 in either case
+    dtype: Literal["fp32", "bf16"]  # dtype of weights and computation; optimizer states are always fp32
     optimizer: dict[str, Any]
     """Values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters
     and, unless lr_decay_style is constant, lr_decay_iters."""
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own options, as the user gave them
-    seed: int = 1234  # of the random initial weights
+    seed: int = 1234  # seed of the random initial weights
     role: Role = "policy"
     freeze: Sequence[str] | None = None  # --freeze-params-name-list
     only_train: Sequence[str] | None = None  # --only-train-params-name-list
@@ -131,11 +131,11 @@ class TrainEngine(ABC):
     shape: ModelShape
     device: torch.device
     lora: LoraOptions | None
-    data_parallel_rank_and_size: tuple[int, int]  # of the group whose ranks process different micro-batches
+    data_parallel_rank_and_size: tuple[int, int]  # in the group whose ranks process different micro-batches
     tensor_group: dist.ProcessGroup | None  # over which the vocabulary of the logits is sharded; None: one rank
     context_group: dist.ProcessGroup | None  # over which the tokens of a micro-batch are split; None: one rank
     is_last_stage: bool  # whether this rank computes the loss
-    peak_flops: float | None  # of this rank's GPU; None: unknown
+    peak_flops: float | None  # peak FLOP/s of this rank's GPU; None: unknown
 
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class TrainEngine(ABC):
 class TrainBackend(ABC):
     """A training engine's implementation: prepares ranks and builds engines. The driver imports it without torch."""
 
-    checkpoint_format: ClassVar[Literal["torch_dist", "hf"]]  # of the directories that `TrainEngine.save` writes
+    checkpoint_format: ClassVar[Literal["torch_dist", "hf"]]  # format of the directories that `TrainEngine.save` writes
 
     @abstractmethod
     def rank_environment(self, layout: ParallelLayout, threads: int) -> dict[str, str]:

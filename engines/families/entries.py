@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
 LARGEST_NUMBER = 1e30  # maximum of other numeric entries; excludes NaN and infinity
 MAX_LAYERS = 10_000
-MAX_CONFIG_BYTES, MAX_JSON_BYTES = 16 << 20, 256 << 20  # of config.json, of other files (the largest tokenizers: 40 MB)
+MAX_CONFIG_BYTES, MAX_JSON_BYTES = 16 << 20, 256 << 20  # limits for config.json, other files (tokenizers: up to 40 MB)
 EntryType = tuple[str, Callable[[Any], bool]]  # (description of valid values, function that checks a value)
 
 

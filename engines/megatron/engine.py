@@ -97,7 +97,7 @@ class MegatronEngine(TrainEngine):
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
         self.lora: LoraOptions | None = optimizer.get("lora")
-        self._base_hashes: dict[str, str] = {}  # of the frozen base of adapters
+        self._base_hashes: dict[str, str] = {}  # hashes of the frozen base weights under adapters
         if self.lora is not None:
             add_adapters(self.chunks, self.lora, seed)
         weights.freeze_parameters(self.chunks, optimizer.get("frozen", ()))
@@ -175,7 +175,7 @@ class MegatronEngine(TrainEngine):
         if routing is not None:
             packed.routing = {} if packed.routing is None else packed.routing
             ranks = self.layout.tensor if self.config.sequence_parallel else 1
-            all_tokens = ranks == self.layout.context == 1  # of the micro-batch, in order, for each router
+            all_tokens = ranks == self.layout.context == 1  # each router gets all tokens of the micro-batch, in order
             rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
             rows = None if all_tokens else stream.router_rows(rank, ranks)
             num_tokens, recording = len(packed.token_ids), routing == "record"

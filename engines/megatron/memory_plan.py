@@ -47,7 +47,7 @@ class TrainerOptions:
     """Options of the trainer that determine its memory."""
 
     dtype: Literal["fp32", "bf16"] = "bf16"
-    max_tokens: int = 8192  # of a micro-batch, on one rank
+    max_tokens: int = 8192  # maximum number of tokens of a micro-batch on one rank
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
     fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
@@ -61,11 +61,11 @@ class TrainerMemory:
     """Memory of one rank, in bytes."""
 
     stage: int  # pipeline stage of the rank
-    parameters: int  # of policy and critic
+    parameters: int  # weights of policy and critic
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # of all micro-batches in flight
+    activations: int  # activations of all micro-batches in flight
     temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
     update: int  # peak of the optimizer step above resident_bytes: fp32 copies of gradients, chunks of offloaded state
     host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
@@ -275,7 +275,7 @@ def activation_bytes_by_module(
     if experts is None or layer < experts.num_dense_layers:
         return {**parts, "mlp": 3 * size * shape.ffn_hidden_size / layout.tensor}
     ranks = layout.expert_tensor or layout.tensor
-    copies = experts.top_k * ranks / sequence  # of each token, over the rank's experts
+    copies = experts.top_k * ranks / sequence  # token copies that the rank's experts process, per token of the rank
     expert_width = experts.ffn_hidden_size / ranks
     return {
         **parts,

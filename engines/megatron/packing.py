@@ -92,7 +92,7 @@ def pack_stream(
     micro-batch is the same on every tensor- and context-parallel rank."""
     total = len(packed.token_ids)
     padding = -total % (tensor * context)
-    size = (total + padding) // context  # of each rank
+    size = (total + padding) // context  # number of tokens of each rank
     first = context_rank * size
     token_ids, positions, cu_seqlens = packed.token_ids, packed.position_ids, packed.cu_seqlens
     if padding:

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 from penstock.engines.megatron.optimizer import inner_optimizers, on_stream, optimizer_tensors_on_device
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 
-BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to a power of two
+BUFFER_BYTES = 2**28  # size of a host buffer: torch rounds pinned allocations up to a power of two
 
 
 class DeviceMemory:

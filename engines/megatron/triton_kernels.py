@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048  # of x that a program processes at a time
+ELEMENTS = 2048  # number of elements of x that a program processes at a time
 PARTIAL_SUMS = 2**21  # elements: every program of the backward pass has its own sum of the weight's gradient
 
 

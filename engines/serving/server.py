@@ -93,7 +93,7 @@ class ServerInfo(NamedTuple):
     """A server process and the information that its pool needs to use it."""
 
     node: str  # Ray's id of the machine
-    pid: int  # of the main process; 0 if it is not started
+    pid: int  # id of the main process; 0 if it is not started
     key: str  # API key that every request must carry
     log: str  # path of the log on the machine
 

@@ -35,7 +35,7 @@ from penstock.engines.sglang import control, older_release
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
-GROUP_NAME = "penstock-weights"  # of the process group over which weights are broadcast
+GROUP_NAME = "penstock-weights"  # name of the process group over which weights are broadcast
 CALL_TIMEOUT = 600.0  # seconds for a server to pause, or to load a bucket
 NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have loaded only their model directory
 DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`

@@ -164,7 +164,7 @@ TOLERANCE = 1e-3
 MAX_WHOLE_PARAMETERS = 100_000_000  # only a part of a model with more parameters is compared
 MAX_PARAMETERS = 1_000_000_000  # if the part has more parameters, it is compared without the last layer
 MAX_VOCABULARY = 4096
-BYTES_PER_PARAMETER = 10  # of memory: fp32 weight, source tensor (at most fp32), and 25% reserve
+BYTES_PER_PARAMETER = 10  # bytes of memory: fp32 weight, source tensor (at most fp32), and 25% reserve
 
 
 @dataclass(frozen=True)

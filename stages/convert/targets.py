@@ -46,7 +46,7 @@ class StoreTarget:
     """The model `models/<identity>` in a store, shared by all runs that start from the same source files."""
 
     store: Store
-    name: str  # of the attempt; equal for the same source and options
+    name: str  # name of the attempt; equal for the same source and options
 
     def __post_init__(self) -> None:
         self.attempt = f"models/attempt-{self.name}"  # key prefix of the written files

@@ -78,8 +78,8 @@ ParameterSource = TorchDistWeights | MergedWeights  # reads full Megatron parame
 class Origin:
     """The model that a checkpoint belongs to, and the options of its export."""
 
-    directory: Path  # with config.json and tokenizer, which are copied into the export
-    dtype: ExportDtype | None = None  # of exported weights; None: as in the checkpoint
+    directory: Path  # directory with config.json and tokenizer, which are copied into the export
+    dtype: ExportDtype | None = None  # dtype of exported weights; None: as in the checkpoint
     vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
     # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
     mtp: Mtp = "skip"

@@ -111,8 +111,8 @@ class Conversion:
     target: Target
     work_items: WorkItems[SourceHash | WorkUnit]
     options: ConversionOptions
-    stat_hash: str  # of the source files
-    fingerprint: str | None  # of the source files; None: computed during the conversion
+    stat_hash: str  # hash of sizes and times of the source files (`targets.stat_hash`)
+    fingerprint: str | None  # fingerprint of the source files; None: computed during the conversion
     untrained: tuple[str, ...]  # names of source tensors that Megatron's model does not have
     untrained_bytes: int
     started_at: float = field(default_factory=time.time)

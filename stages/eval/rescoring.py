@@ -50,7 +50,7 @@ class StoredEval:
 
     keys: RunKeys
     version: int
-    name: str  # of the data set
+    name: str  # name of the data set
 
     @property
     def prefix(self) -> str:

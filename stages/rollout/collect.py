@@ -23,7 +23,7 @@ class CollectedGroups:
     """The groups of a round, each in one of three lists, which are sorted by group id (the prompt order)."""
 
     kept: list[Group] = field(default_factory=list)  # trained on in this round
-    buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
+    buffered: list[Group] = field(default_factory=list)  # kept for later rounds: finished but not needed, or aborted
     dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
     num_batches: int = 0  # number of sampling batches requested from the data source
     metrics: dict[str, float] = field(default_factory=dict)  # returned by a user-defined rollout function
@@ -76,9 +76,9 @@ async def collect_groups(
 class Flight:
     """A group from the start of its generation until it is used."""
 
-    prompts: Group  # without responses, to start it again
+    prompts: Group  # the group without responses, to start it again
     version: int = 0  # policy version at its start; for a group that was finished before, that of its first token
-    group: Group | None = None  # with responses and rewards, once it is finished
+    group: Group | None = None  # the group with responses and rewards, once it is finished
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class GroupsInFlight:
             is_insufficient = self.num_needed is not None and num_open <= self.num_needed
             keeps = decision.keep or (decision.keep_when_insufficient and is_insufficient)
             reason, is_needed = str(decision.reason), self._needs_more()
-        del self.running[flight]  # without an `await` up to the end: others must find every group in one place
+        del self.running[flight]  # no `await` from here to the end: other coroutines must find every group in one place
         self.count_idle_seconds()
         self.changed.set()
         if not keeps:

@@ -79,7 +79,7 @@ class GroupRunner:
     hook: Callable[[Sample], None] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
-    num_gpus: int = 1  # of all engines; on a machine without GPUs, the number of engines
+    num_gpus: int = 1  # GPUs of all engines; on a machine without GPUs, the number of engines
     teacher: Teacher | None = None  # computes log-probs in an engine
     stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)
@@ -235,7 +235,7 @@ class EngineCalls:
     round: RolloutRound
     loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
     fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
-    counts: TokenCounts = field(default_factory=TokenCounts)  # of all requests
+    counts: TokenCounts = field(default_factory=TokenCounts)  # token counts of all requests
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same engines for a copy of the `args` of a function."""

@@ -41,7 +41,7 @@ class ReplayResult(Frozen):
     verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"]
     why: str  # first difference, or ""
     digest: dict[str, str]  # parameter shard -> hash of its bits, after the replay
-    metrics: dict[str, float]  # of the replayed round, as in its step commit
+    metrics: dict[str, float]  # metrics of the replayed round, as in its step commit
 
 
 class PolicyRestorer:

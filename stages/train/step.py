@@ -53,7 +53,7 @@ class TrainedRound:
     metrics: Metrics  # means over the optimizer steps
     steps: list[Metrics]  # metrics of each optimizer step, in order
     seconds: dict[str, float]  # phase -> wall-clock seconds
-    batch: Batch  # with the loss masks that were trained
+    batch: Batch  # the rollout, with the loss masks that were applied
     experience: Experience
     estimate: Estimate
     logprobs: Tensor | None  # [N] float64, the trainer's: before the update or, if not computed then, during the update

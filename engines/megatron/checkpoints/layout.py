@@ -48,10 +48,10 @@ class ShardSlice:
     """A slice of a checkpoint tensor, and the slice of the model parameter that is stored in it. All tuples have one
     entry per axis."""
 
-    key: str  # of the checkpoint tensor
-    offset: tuple[int, ...]  # in the checkpoint tensor; axes that stack layers or experts come first
-    sizes: tuple[int, ...]  # of the slice in the checkpoint tensor; 1 on the stacking axes
-    stored_shape: tuple[int, ...]  # of the whole checkpoint tensor
+    key: str  # key of the checkpoint tensor
+    offset: tuple[int, ...]  # start of the slice in the checkpoint tensor; stacking axes come first
+    sizes: tuple[int, ...]  # size of the slice in the checkpoint tensor; 1 on the stacking axes
+    stored_shape: tuple[int, ...]  # shape of the whole checkpoint tensor
     padded: bool  # whether the checkpoint tensor may have extra rows (vocabulary padding)
     part: tuple[slice, ...]  # the slice of the full parameter, per axis
 

@@ -138,7 +138,7 @@ class RankState:
     chunks: list[PolicyModel]
     optimizer: Any
     scheduler: Any
-    adapter_seed: int | None = None  # of the adapters' initial values; None: the model has no adapters
+    adapter_seed: int | None = None  # seed of the adapters' initial values; None: the model has no adapters
 
     def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
         """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared

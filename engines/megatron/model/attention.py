@@ -42,7 +42,7 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.norm_and_rope import RMSNorm, apply_rope, softmax_scale
 from penstock.engines.megatron.packing import Bucket, PackedStream
 
-NORM_EPSILON = 1e-6  # of the norms inside MLA; Hugging Face also ignores `rms_norm_eps` there
+NORM_EPSILON = 1e-6  # for the norms inside MLA, where Hugging Face also ignores `rms_norm_eps`
 
 
 class HeadNormAttention(SelfAttention):

@@ -112,7 +112,7 @@ class GroupedExperts(MegatronModule):
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
         one chunk per expert, and gate and up projection as two chunks. `sharded_offsets` are Megatron's (axis, index,
         number) of the axes before that of the experts."""
-        axis = len(sharded_offsets)  # of the experts
+        axis = len(sharded_offsets)  # index of the axis of the experts
         first_expert = self.expert_group.rank() * self.num_local_experts
         num_experts = self.expert_group.size() * self.num_local_experts
         rank, ranks = self.tensor_group.rank(), self.tensor_group.size()

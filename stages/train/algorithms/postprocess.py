@@ -32,7 +32,8 @@ EXPERIENCE_KEYS = {  # key of rollout_data -> field of Experience that the updat
     "rollout_log_probs": "rollout_logprobs",
     "values": "values",
 }
-TOKEN_FIELDS = ("sample_index", "teacher_logprobs", *EXPERIENCE_KEYS.values())  # of Experience, with N entries
+# Fields of Experience with one entry per trained token.
+TOKEN_FIELDS = ("sample_index", "teacher_logprobs", *EXPERIENCE_KEYS.values())
 
 
 def postprocess_rollout(
@@ -66,7 +67,7 @@ def postprocess_rollout(
 
 def _call_function(
     path: str, batch: Batch, experience: Experience, estimate: Estimate, config: AlgorithmConfig
-) -> dict[str, Tensor]:  # of the N trained tokens
+) -> dict[str, Tensor]:  # values of the N trained tokens
     """Call the function with the data of the rollout, and return the entries of rollout_data after the call: those that
     the update reads, and "loss_masks". Raises PluginError; see `postprocess_rollout`."""
     option = "rollout_data_postprocess_path"

@@ -37,7 +37,7 @@ class RankDiagnostics:
         self.notes: list[str] = []  # one line per file written since the last call of `take_notes`
         self._recorder: Any = None  # memray's tracker
         self._is_recording = False
-        self._num_rounds = 0  # since recording began
+        self._num_rounds = 0  # number of rounds since recording began
 
     def take_notes(self) -> list[str]:
         """Return one line for each file that this rank has written since the last call."""
