@@ -167,8 +167,8 @@ class WeightSender:
                 # A broadcast may be unfinished; leaving also releases the servers that wait for it.
                 if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
                     raise RuntimeError(
-                        f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s: the "
-                        "trainer must be restarted"
+                        f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s; "
+                        "all trainer ranks must be restarted"
                     ) from None
                 raise
 

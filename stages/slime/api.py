@@ -103,7 +103,7 @@ async def generate_and_rm_group(
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the URL of the router or engine; there is only one model."""
+    """Return the URL of the router or engine. Ignores `model_name`, because Penstock serves only one model."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 

@@ -41,7 +41,7 @@ _ABBREVIATION = re.compile(
     r"|[a-z]|[a-z]\.[a-z])\.$",
     re.IGNORECASE,
 )
-_MAX_ABBREVIATION = 12  # characters, with the character before it
+_MAX_ABBREVIATION = 12  # characters, including the one in front of the abbreviation
 _NEXT_CHARACTER = re.compile(r"\s*(.)", re.DOTALL)
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
 _VOWELS = re.compile(r"[aeiouy]+")
