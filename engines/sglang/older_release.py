@@ -70,7 +70,7 @@ def sampling_parameter_names(params: ast.ClassDef) -> frozenset[str]:
     return frozenset(argument.arg for argument in [*init.args.args, *init.args.kwonlyargs]) - {"self"}
 
 
-# ---- features that it lacks ------------------------------------------------------------------------------------------
+# ---- features that the older release lacks ---------------------------------------------------------------------------
 
 
 def check_external_release(url: str, release: Release) -> None:

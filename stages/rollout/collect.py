@@ -77,7 +77,7 @@ class Flight:
     """A group from the start of its generation until it is used."""
 
     prompts: Group  # the group without responses, to start it again
-    version: int = 0  # policy version at its start; for a group that was finished before, that of its first token
+    version: int = 0  # policy version at its start; if it had responses already, their oldest policy version
     group: Group | None = None  # the group with responses and rewards, once it is finished
 
 
