@@ -32,13 +32,13 @@ BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}  # value 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine's own flags say that checks outside of the backend must know."""
+    """Settings in the engine's own flags that checks outside of the backend need."""
 
-    context_length: int | None = None  # tokens; None: that of the model
+    context_length: int | None = None  # in tokens; None: the model's own context length
     quantization: str | None = None  # format to which the engine quantizes the weights that it loads
     replicates_attention: bool = False  # attention heads need not be divisible by the GPUs of an engine
     speculates: bool = False  # speculative decoding
-    draft_model: str | None = None  # directory of the draft model; None: the MTP layers of --hf-checkpoint draft
+    draft_model: str | None = None  # directory; None: multi-token prediction layers of --hf-checkpoint draft
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EngineMemory:
     weight_bytes: int
     static_bytes: int  # for weights and KV cache together
     bytes_per_token: int  # KV cache of one token
-    share_flag: str = ""  # sets `static_bytes`, as a share of the GPU
+    share_flag: str = ""  # the flag that sets `static_bytes`, as a fraction of the GPU's memory
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -85,14 +85,15 @@ class EngineBackend(ABC):
     """
 
     title: ClassVar[str]  # the engine's name in pages and messages
-    help: ClassVar[str]  # about its own flags, for `penstock train --help-all`
-    # Its own flags, as on Penstock's command line, that messages of other modules name.
+    help: ClassVar[str]  # text about the engine's own flags, for `penstock train --help-all`
+    # How messages of other modules name a flag of the engine; by default they describe it.
     context_flag: ClassVar[str] = "the engine's context length"
     speculation_flag: ClassVar[str] = "the engine's speculative decoding"
     path_flags: ClassVar[tuple[str, ...]] = ()  # with underscores, without prefix: flags whose value is a local path
 
     def facts(self, args: Mapping[str, Any]) -> EngineFacts:
-        """Return what the engine's own flags (underscores in their names) say. Values are not checked."""
+        """Return the settings in the engine's own flags `args` (name with underscores -> value), without checking
+        the values."""
         return EngineFacts()
 
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
@@ -102,13 +103,14 @@ class EngineBackend(ABC):
         return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        """Return the flags that Penstock refuses or translates: sentence above the table -> flag -> what it does."""
+        """Return tables of the flags that Penstock refuses or translates: sentence above a table -> flag -> what
+        Penstock does with it."""
         return {}
 
     @abstractmethod
     def start_check(self) -> tuple[list[str], str]:
-        """Return the arguments for a Python interpreter with which the server's program starts and ends at once, which
-        shows that the installation works, and advice if it does not (`penstock doctor`)."""
+        """Return two things for `penstock doctor`: arguments of a Python interpreter that make the server's program
+        start and exit at once, to test the installation, and the advice that is printed if this fails."""
 
     @abstractmethod
     def connect(
@@ -181,7 +183,7 @@ class EngineBackend(ABC):
         """Check that the external engine at `url` can load the weights, or the run's adapters, of a model."""
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
-        """Return those of the sampling parameters, as `name=value`, that make the engine sample from a distribution
+        """Return the sampling parameters in `params`, as `name=value`, that make the engine sample from a distribution
         other than that of the log-probs it returns."""
         return []
 

@@ -218,7 +218,7 @@ class Cluster:
     @property
     def spans_nodes(self) -> bool:
         """Return whether processes of the run, this driver included, may be on different nodes. On an external cluster
-        this reserves the run's GPUs, since their nodes are unknown before."""
+        this reserves the run's GPUs, because until then it is unknown on which nodes they are."""
         with self._placing:
             return self._placement.spans_nodes
 
@@ -290,7 +290,7 @@ def import_ray_with_settings(*, is_local: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # the port of Ray's metrics would ask for no token
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open without a token
         if "RAY_AUTH_MODE" not in os.environ:
             # Other users of this machine can connect to its loopback ports: a random token keeps them out.
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -299,7 +299,7 @@ def import_ray_with_settings(*, is_local: bool) -> None:
 
 
 class ClusterStart:
-    """A start of a local Ray in a thread, which takes seconds, while this process does something else.
+    """Start a local Ray in a thread, because this takes seconds in which the process can do other work.
 
     The kernel kills Ray's daemons with the thread that started them, so the thread lives until Ray is stopped.
     """
@@ -313,7 +313,7 @@ class ClusterStart:
     def _start(self, namespace: str, options: PlacementOptions) -> None:
         try:
             cluster = Cluster.start(namespace=namespace, options=options)
-            with suppress(Exception):  # the stage that needs the GPUs raises it again
+            with suppress(Exception):  # the stage that needs the GPUs fails with the same error
                 cluster.place_processes(1)  # reserves the GPUs of the run
         except BaseException as error:
             self._cluster.set_exception(error)

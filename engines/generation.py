@@ -21,7 +21,8 @@ PauseMode = Literal["retract", "in_place"]
 """How an engine pauses running requests: it computes their KV cache again afterwards, or keeps it."""
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns those of live engines
 BUCKET_BYTES = 512 << 20
-# Prefix of the weight version while `weights/transfer.py` loads weights only to compute the checksums it expects.
+# Prefix of the weight version of engines into which `weights/transfer.py` loads weights only to compute checksums, with
+# which it compares those of the next weight update.
 REFERENCE = "reference:"
 
 
@@ -92,7 +93,7 @@ class WeightUpload:
 class PublishedAdapter:
     """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
 
-    name: str  # of a run's policy version, see `serving/adapter_requests.py`
+    name: str  # name that engines know them by, one for each policy version (`serving/adapter_requests.py`)
     config: Mapping[str, Any]  # content of PEFT's adapter_config.json
     num_tensors: int  # number of matrices
     compare: bool = False  # whether engines compare the checksum of every tensor that they receive
@@ -119,7 +120,7 @@ class WeightTransport:
     """"nccl": address of trainer rank 0, at which the engines join the NCCL group; None: the address of its node."""
     bucket_bytes: int = BUCKET_BYTES
     in_flight: PauseMode | None = None
-    """How requests that run during the update are paused; None: there are none."""
+    """How requests that run during the update are paused; None: no requests run then."""
     fp8_weights: frozenset[str] = frozenset()
     """Hugging Face names of the weights that the engines hold in block fp8; they are quantized before they are sent."""
     adapter: PublishedAdapter | None = None

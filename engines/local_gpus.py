@@ -124,8 +124,9 @@ def all_counters() -> Counters:
 
 
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
-    """Return the energy counters of these GPUs (Ray node id, GPU id) of this machine; {} if there are none, or if one
-    is on another node, has no counter or is not named by a number (MIG): the sum of the rest would look like all."""
+    """Return the energy counters of `gpus` (pairs of Ray node id and GPU id) on this machine, whose node id is `node`.
+    Return {} if one of them is on another node, has no counter or is not named by a number (MIG), because the energy of
+    the others would look like that of all; also if `gpus` is empty."""
     ids = set(gpus)
     if not ids or any(at != node or not gpu.isdecimal() for at, gpu in ids):
         return {}

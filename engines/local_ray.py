@@ -19,7 +19,7 @@ START_TRIES = 3
 RAY_PROCESSES = ("gcs_server", "raylet")
 # Methods of Ray's class Node that start daemons a run does not need.
 UNUSED_STARTERS = ("start_monitor", "start_log_monitor", "start_api_server")
-WORKER_DIED = "A worker died or was killed"  # begins the message about a worker that died during a task
+WORKER_DIED = "A worker died or was killed"  # start of Ray's message about a worker that died during a task
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def local_ray_processes(keep_pids: Collection[int] = ()) -> list[psutil.Process]
 
 
 def kill_processes(processes: list[psutil.Process]) -> None:
-    """Kill those processes that still run."""
+    """Kill the processes that are still running."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -146,7 +146,7 @@ def _patched_ray() -> Iterator[None]:
 def log_ray_messages() -> None:
     """Log the messages that Ray's daemons send to a driver, instead of printing them on stdout.
 
-    Ray 2.60 prints them even with `log_to_driver=False`, and has no option against it. Whoever calls a worker reports
+    Ray 2.60 prints them even with `log_to_driver=False`, and has no option against it. The caller of a worker reports
     its death, so a message about one is logged at level DEBUG only.
     """
     from ray._private import worker

@@ -3,8 +3,8 @@ in functions, because preflight and the driver use this module.
 
 An adapter adds scale * B (A x) to the output of a linear layer, whose own weight is frozen. Adapters are those of
 PEFT: one pair of matrices A [r, in] and B [out, r] per linear layer of the Hugging Face model. Megatron joins some of
-these layers in one (query, key and value; gate and up); the A of a joined layer are stacked, the B have the rows of the
-joined weight.
+these layers into one (query, key and value; gate and up). The A matrices of a joined layer are stacked along their
+rows; each B matrix belongs to the rows of the joined weight that come from its Hugging Face layer.
 
 A PEFT directory has `adapter_model.safetensors` and `adapter_config.json`. Routed experts have PEFT's names of one
 linear layer per projection (`mlp.experts.0.gate_proj`), as on the hub.
@@ -48,7 +48,7 @@ class LoraOptions(StageConfig):
     """Scale of the adapters: their output is multiplied by alpha / rank; default: --lora-rank."""
 
     lora_dropout: float = option(0.0, ge=0, lt=1)
-    """Dropout of the adapters' inputs; only 0 is supported, because engines and replays have none."""
+    """Dropout of the adapters' inputs; only 0 is supported, because engines and replays apply no dropout."""
 
     lora_target_modules: list[str] = option(["all-linear"])
     """Layers with adapters: attention, mlp, experts, all-linear, or names such as o_proj."""
@@ -57,7 +57,7 @@ class LoraOptions(StageConfig):
     """Multiply the adapters' output by alpha / sqrt(rank) (rsLoRA)."""
 
     lora_load: str | None = option(None)
-    """PEFT directory of adapters to start from, with the rank, alpha and layers of the options."""
+    """PEFT directory with adapters to start from; its rank, alpha and layers must match the other --lora options."""
 
     lora_publish: Literal["adapter", "merged"] | None = option(None, mutability="placement")
     """What engines get: adapter sends only the adapters; merged sends all weights, with the adapters added to them.
@@ -65,17 +65,18 @@ class LoraOptions(StageConfig):
 
     @property
     def adapters(self) -> dict[str, Any]:
-        """What a checkpoint of adapters depends on: rank, scale and layers."""
+        """Return the options that determine the adapters in a checkpoint: rank, scale and layers."""
         return {"rank": self.lora_rank, "scale": self.scale, "layers": self.lora_target_modules}
 
     @property
     def alpha(self) -> float:
-        """Numerator of the scale."""
+        """Return --lora-alpha, or the rank if it was not given."""
         return self.lora_alpha or self.lora_rank
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv:2312.03732)."""
+        """Return the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) with rsLoRA
+        (arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
 
 
@@ -131,15 +132,16 @@ def adapter_targets(shape: ModelShape, target_modules: Sequence[str]) -> dict[st
 
 
 def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:
-    """Return the key of the tensor in a checkpoint that has a matrix of a layer, and the index of the layer's expert on
-    its first axis (None: the layer is not of an expert).
+    """Return where a checkpoint stores one adapter matrix of a layer: the key of the tensor and, for a layer of an
+    expert, the index of the expert on the tensor's first axis (else None).
     """
     expert = EXPERT_INDEX.search(f"{layer}.")
     return EXPERT_INDEX.sub(".", f"{layer}.{kind}"), int(expert[1]) if expert else None
 
 
 def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
-    """Return for each row of a layer's full weight the index in `target.hf_modules`, [out]; None for one layer."""
+    """Return for each row of a joined layer's full weight the index in `target.hf_modules` of the layer that it comes
+    from, [out]; None if the layer is not joined."""
     import torch
 
     if len(target.hf_modules) == 1:
@@ -189,7 +191,7 @@ def check_adapters(
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # of PEFT's tensor names, before the name in the Hugging Face model
+PREFIX = "base_model.model."  # PEFT's tensor names are this prefix and the name in the Hugging Face model
 
 
 def to_peft(layout: TensorLayout, layer: str, first: Tensor, second: Tensor) -> list[tuple[str, Tensor]]:
@@ -234,7 +236,7 @@ def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dic
 
 
 def served_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dict[str, Any]:
-    """Return `peft_config` for engines that compute the scale as lora_alpha / r in any case."""
+    """Return `peft_config` for engines that always compute the scale as lora_alpha / r, also for rsLoRA."""
     return peft_config(options, shape, base_model) | {
         "lora_alpha": options.scale * options.lora_rank,
         "use_rslora": False,
@@ -247,13 +249,13 @@ def served_modules(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
 
 
 def served_tensors(options: LoraOptions, shape: ModelShape) -> list[str]:
-    """Return PEFT's names of the matrices of all adapters."""
+    """Return the names, in PEFT's format, of all adapter matrices that engines load."""
     modules = [module for target in _targets(shape, options) for module in target.hf_modules]
     return [f"{PREFIX}{module}.{kind}.weight" for module in modules for kind in ("lora_A", "lora_B")]
 
 
 def _targets(shape: ModelShape, options: LoraOptions | None = None) -> list[AdapterTarget]:
-    """Return the layers with adapters; without `options` all layers that can have some."""
+    """Return the layers that get adapters; without `options` all layers that can get one."""
     return list(adapter_targets(shape, options.lora_target_modules if options else ("all-linear",)).values())
 
 
@@ -296,5 +298,6 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
         name = differing[0]
         raise ModelError(
             f"{directory / WEIGHTS}: {name} has shape {found.get(name)}, but the run needs {shapes.get(name)} "
-            f"({len(differing)} tensors differ): give --lora-target-modules of this adapter, or another adapter"
+            f"({len(differing)} tensors differ): set --lora-target-modules to the layers of this adapter, or use "
+            "another one"
         )

@@ -24,7 +24,7 @@ class HealthCheck(BaseModel):
     interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates tokens
     timeout: float = Field(default=30.0, gt=0)  # seconds for one check; a busy engine may need 20
     failures: int = Field(default=3, ge=1)  # failed checks in a row after which an engine is restarted
-    max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
+    max_restarts: int = Field(default=3, ge=0)  # maximum number of restarts of all engines together, within one stage
 
 
 class ServedAdapters(BaseModel):
@@ -34,7 +34,7 @@ class ServedAdapters(BaseModel):
 
     rank: int
     modules: tuple[str, ...]  # last names of the Hugging Face layers with adapters, for instance q_proj
-    max_versions: int = 1  # policy versions that requests in flight use at the same time
+    max_versions: int = 1  # maximum number of policy versions that requests in flight use at the same time
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EngineOptions:
     spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
     engine: str | None = None  # --engine; None: the default
     params_dtype: Literal["fp32", "bf16"] | None = None  # of the trained weights; None: bf16 on GPUs, fp32 on CPUs
-    num_engines: int = 1  # on a cluster without GPUs; with GPUs see `num_engines_to_start`
+    num_engines: int = 1  # used on a cluster without GPUs; with GPUs see `num_engines_to_start`
     num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)
     gpus_per_engine: int = 1
     trainer_gpus: int = 1
@@ -70,7 +70,7 @@ class EngineOptions:
 
     @property
     def first_gpu(self) -> int:
-        """Return the index of the engines' first GPU: 0 if they share the trainer's, else the first after these."""
+        """Return the index of the engines' first GPU: 0 if they share the trainer's GPUs, else the first after them."""
         return 0 if self.num_gpus is None else self.trainer_gpus
 
     def weight_transport(

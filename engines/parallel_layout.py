@@ -145,8 +145,8 @@ def check_pipeline(
 
 
 def split_layers(num_layers: int, pipeline: int, first: int | None = None, last: int | None = None) -> list[int] | None:
-    """Return the number of layers of every pipeline stage, or None if no equal split exists. The first and the last
-    stage may have other numbers than the middle stages."""
+    """Return the number of layers of every pipeline stage, or None if the layers cannot be split equally. `first` and
+    `last` set different numbers for the first and the last stage."""
     ends = [size for size in (first, last) if size is not None]
     rest, stages = num_layers - sum(ends), pipeline - len(ends)
     if stages < 0 or (rest if stages == 0 else rest < stages or rest % stages):

@@ -82,7 +82,7 @@ def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_p
 
 
 def _end(num_gpus: int, gpus_per_engine: int, first_gpu: int, gpus_per_node: int) -> int:
-    """Return the index of the first GPU after the `num_gpus` of engines that begin at `first_gpu`."""
+    """Return the index of the first GPU after those of the engines, which have `num_gpus` GPUs from `first_gpu` on."""
     size = max(1, min(gpus_per_engine, gpus_per_node))
     starts = first_gpus(num_gpus // size, size, first_gpu, gpus_per_node)
     return starts[-1] + size if starts else first_gpu
@@ -119,7 +119,7 @@ class Gpu:
 
     group: Any  # Ray's placement group
     bundle: int  # index in the placement group
-    gpu_id: str  # on the node
+    gpu_id: str  # id of the GPU on its node
     node: str  # Ray's node id
 
 
@@ -132,14 +132,14 @@ class Placement:
         self._options = options
         self._gpus_per_node = options.gpus_per_node
         self._blocks: list[list[Gpu]] = []
-        self._max_gpus = self._max_nodes = 0  # the largest numbers that Ray had during this connection
+        self._max_gpus = self._max_nodes = 0  # the highest numbers that Ray has reported during this connection
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
 
     def alive_nodes(self) -> list[dict[str, Any]]:
         """Return the entries of `ray.nodes()` whose raylet accepts connections, ordered by `order_nodes`.
 
-        Ray notices the death of a node only after some seconds; an actor placed there meanwhile would fail.
+        Ray notices the death of a node only after some seconds; an actor placed on it before that would fail.
         """
         nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
         if self._cluster.ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
@@ -225,7 +225,7 @@ class Placement:
     # ---- placement groups --------------------------------------------------------------------------------------------
 
     def _reserve(self, needed: int) -> None:
-        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need if that is more."""
+        """Reserve GPUs until the run has `needed` of them, or all that trainer and engines need, whichever is more."""
         needed = max(needed, self._options.total_gpus(self.gpus_per_node))
         if not self._blocks and not self._cluster.owned:
             full, rest = divmod(needed, self.gpus_per_node)
@@ -247,8 +247,8 @@ class Placement:
             reserved += size
 
     def _adopt_or_remove_groups(self, sizes: list[int]) -> None:
-        """Reuse the placement groups that earlier drivers of this run left if they have these sizes; otherwise remove
-        the groups, which kills the processes in them."""
+        """Reuse the placement groups of earlier drivers of this run if they have these sizes; otherwise remove the
+        groups, which kills the processes in them."""
         table = self._cluster.call_ray(self._cluster.ray.util.placement_group_table).values()
         prefix = f"{self._cluster.namespace}-gpus-"
         names = sorted(
@@ -270,9 +270,9 @@ class Placement:
         except self._cluster.ray.exceptions.GetTimeoutError as error:
             self._cluster.call_ray(util.remove_placement_group, group)
             raise LayoutError(
-                f"could not reserve {size} GPUs of one node within {RESERVE_TIMEOUT} s, because no node has as many or "
-                "other processes of this Ray cluster use them: wait until they end, use fewer GPUs, or give the number "
-                "of GPUs of a node with --num-gpus-per-node"
+                f"could not reserve {size} GPUs of one node within {RESERVE_TIMEOUT} s, because no node has so many "
+                "or other processes of this Ray cluster use them: wait until these end, use fewer GPUs, or give the "
+                "number of GPUs of a node with --num-gpus-per-node"
             ) from error
         return group
 

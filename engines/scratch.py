@@ -25,9 +25,9 @@ PREFIX = "penstock-"
 LOCK = "owner.lock"
 KEPT = "kept"  # marker file: the owner failed, and the logs in its directory may be needed
 KEEP_SECONDS = 24 * 3600  # a new owner removes a directory with the file KEPT only after this; `penstock gc` at once
-COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of our directory
+COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of Penstock's directory
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",  # Inductor, once it has compiled a kernel, moves Triton's default into its own
+    "TRITON_CACHE_DIR": "triton",  # by default Inductor would move Triton's directory into its own
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",  # used with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 }
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
@@ -40,7 +40,7 @@ _own: tuple[Path, int, int] | None = None  # this process's directory, descripto
 
 def own_temp_directory() -> Path:
     """Return this process's temporary directory. The first call creates it, sets TMPDIR to it, and removes the
-    directories that dead Penstock processes left. If TMPDIR is already the directory of a living process (on a local
+    directories of dead Penstock processes. If TMPDIR is already the directory of a living process (on a local
     Ray, actors inherit the driver's TMPDIR), that directory is returned."""
     global _own
     if _own is not None and _own[2] == os.getpid():
@@ -61,7 +61,8 @@ def own_temp_directory() -> Path:
 
 
 def stack_directory(temp_directory: Path) -> Path:
-    """Return the directory, below the temporary directory of a run's processes, for their Python stacks."""
+    """Return the directory into which the processes that use `temp_directory` (`own_temp_directory`) write their Python
+    stack traces when they receive STACK_SIGNAL."""
     return temp_directory / "stacks"
 
 
@@ -75,8 +76,8 @@ def print_stacks_on_signal() -> None:
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this actor as soon as its parent, Ray's raylet, dies. Without this, actors have lived for
-    minutes longer after a backward step of the clock."""
+    """Make the kernel kill this actor as soon as its parent, Ray's raylet, dies. Without this, actors survived the
+    raylet by minutes after the system clock was set back."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

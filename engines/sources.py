@@ -1,4 +1,4 @@
-"""Parse Python sources: those of installed packages, to read names without an import, and those of users."""
+"""Parse Python source code: of installed packages, to read names without importing them, and of users."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The interface of a training engine: `TrainEngine`, one rank of a model with its optimizer, and `TrainBackend`, what a
-stage and its driver need besides. Imports torch for type checkers only, because the driver uses this module.
+"""The interface of a training engine: `TrainEngine` is one rank of a model with its optimizer; `TrainBackend` prepares
+the ranks and builds the engine. Imports torch for type checkers only, because the driver uses this module.
 
 To add a training engine, write a package `engines/<name>` with subclasses of both, and name it in `TRAIN_ENGINE`.
 
@@ -102,16 +102,16 @@ class GatheredWeights:
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """Everything that determines a `TrainEngine`, the weights apart."""
+    """Everything that determines a `TrainEngine` except its weights."""
 
     shape: ModelShape
     layout: ParallelLayout
-    dtype: Literal["fp32", "bf16"]  # of weights and computation; optimizer states are fp32 in either case
+    dtype: Literal["fp32", "bf16"]  # dtype of weights and computation; optimizer states are always fp32
     optimizer: dict[str, Any]
     """Values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters
     and, unless lr_decay_style is constant, lr_decay_iters."""
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own options, as the user gave them
-    seed: int = 1234  # of the random initial weights
+    seed: int = 1234  # seed of the random initial weights
     role: Role = "policy"
     freeze: Sequence[str] | None = None  # --freeze-params-name-list
     only_train: Sequence[str] | None = None  # --only-train-params-name-list
@@ -131,18 +131,18 @@ class TrainEngine(ABC):
     shape: ModelShape
     device: torch.device
     lora: LoraOptions | None
-    data_parallel_rank_and_size: tuple[int, int]  # of the group whose ranks process different micro-batches
+    data_parallel_rank_and_size: tuple[int, int]  # in the group whose ranks process different micro-batches
     tensor_group: dist.ProcessGroup | None  # over which the vocabulary of the logits is sharded; None: one rank
     context_group: dist.ProcessGroup | None  # over which the tokens of a micro-batch are split; None: one rank
     is_last_stage: bool  # whether this rank computes the loss
-    peak_flops: float | None  # of this rank's GPU; None: unknown
+    peak_flops: float | None  # peak FLOP/s of this rank's GPU; None: unknown
 
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def pack_stream(self, packed: EnginePack) -> EngineStream:
-        """Return this rank's tokens of a micro-batch. Kept in `packed.stream`, they need not be copied again in every
-        pass, which would wait for the GPU. Not collective."""
+        """Return this rank's tokens of a micro-batch. A caller that runs several passes keeps the result in
+        `packed.stream`, because building it copies data to the GPU and waits for that. Not collective."""
 
     @abstractmethod
     def forward_backward(
@@ -212,8 +212,8 @@ class TrainEngine(ABC):
     @abstractmethod
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load all states of a checkpoint that `save` wrote, and return its `step_state`. Resumed training is
-        bit-identical to uninterrupted training. The checkpoint of a model with adapters has only these: load its base
-        with `load_weights` before."""
+        bit-identical to uninterrupted training. The checkpoint of a model with adapters has only the adapters: load the
+        base weights with `load_weights` first."""
 
     @abstractmethod
     def load_weights(self, directory: str | Path) -> None:
@@ -258,7 +258,7 @@ class TrainEngine(ABC):
 class TrainBackend(ABC):
     """A training engine's implementation: prepares ranks and builds engines. The driver imports it without torch."""
 
-    checkpoint_format: ClassVar[Literal["torch_dist", "hf"]]  # of the directories that `TrainEngine.save` writes
+    checkpoint_format: ClassVar[Literal["torch_dist", "hf"]]  # format of the directories that `TrainEngine.save` writes
 
     @abstractmethod
     def rank_environment(self, layout: ParallelLayout, threads: int) -> dict[str, str]:
@@ -295,7 +295,7 @@ class TrainBackend(ABC):
 
 @cache
 def train_backend() -> TrainBackend:
-    """Return the training engine."""
+    """Return an instance of the class that `TRAIN_ENGINE` names."""
     module, _, cls = TRAIN_ENGINE.partition(":")
     backend: TrainBackend = getattr(importlib.import_module(module), cls)()
     return backend

@@ -48,11 +48,11 @@ DEFAULT_NAMES = {
     "rollout_data_postprocess_path": "postprocess",
 }
 
-# Modules that let functions written for another trainer run, and refuse those that cannot: each has `provide_modules`,
-# `check_imports` and `check_parameters`.
+# Modules with which functions written for another trainer can run here, and which refuse functions that cannot run.
+# Each has `provide_modules`, `check_imports` and `check_parameters`.
 ADAPTERS = [importlib.import_module(name) for name in ("penstock.stages.slime.slime_modules",)]
 BUILT_IN_EVALUATION = "built-in"  # --eval-function-path of the built-in evaluation
-METHOD = "compute_reward"  # of a class that is a reward
+METHOD = "compute_reward"  # the method of a reward class
 
 
 class Plugin:
@@ -100,7 +100,7 @@ class Plugin:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's class and message; of a group with one error (asyncio.TaskGroup), those of that error."""
+    """Return an error's class and message; for a group of one error (asyncio.TaskGroup), those of this one error."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -171,8 +171,8 @@ def with_function_name(path: str, default_name: str) -> str:
     """Return `path` with the name of its function: `rewards.py` becomes `rewards.py:reward_func`. Raises PluginError.
 
     The function of a file is the one with the default name, else `custom_generate` or the class with `compute_reward`,
-    else the only public function, class or callable object that the file defines or assigns. Imports do not count,
-    except of the default name, unless it comes from Penstock or an adapter.
+    else the only public function, class or callable object that the file defines or assigns. Imported names do not
+    count, except the default name if it is not imported from Penstock or from a module of ADAPTERS.
     """
     if not path.endswith(".py"):
         return path
@@ -219,7 +219,7 @@ def _load_file(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if (folder := str(file.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # for modules beside the file
+        sys.path.append(folder)  # so that the file can import modules in its folder
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,7 @@
 """Read and write files of torch.save that other tools read: debug dumps of rollouts and training data.
 
 A path may have placeholders (`{rollout_id}`), so that every round has its own file. Files are written to a temporary
-name and renamed, so a reader never sees half a file.
+name and renamed, so a reader never sees an incomplete file.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class WorkerProcess:
     Thread-safe.
 
     Args:
-        prepare: module-level function; the subprocess calls it with `settings`, and what it returns with each job. If
-            it raises InputError, all jobs fail with this error.
-        settings: its argument.
+        prepare: module-level function that the subprocess calls with `settings`. It returns the function that the
+            subprocess calls with each job. If `prepare` raises InputError, all jobs fail with this error.
+        settings: argument of `prepare`.
         start_seconds: time limit of `prepare`. If it is exceeded, or the process dies in `prepare`, all jobs fail.
         is_sandboxed: the subprocess runs untrusted code: it gets no credentials, and its results are JSON, not pickles.
     """
@@ -86,7 +86,7 @@ class WorkerProcess:
         self._last_activity = 0.0  # time of the last message from the process, or of the first job after idling
         self._is_ready = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._fatal_error: Exception | None = None  # why no further job can run
+        self._fatal_error: Exception | None = None  # the reason why no further job can run
         # The kernel kills the process when this thread ends (PDEATHSIG), so the thread lives as long as the process.
         self._supervisor = threading.Thread(target=self._supervise, name="penstock-worker", daemon=True)
         self._supervisor.start()
@@ -171,8 +171,8 @@ class WorkerProcess:
         return process, connection
 
     def _receive_until_lost(self, connection: Connection) -> float | None:
-        """Receive results until the process hangs, dies or is closed. Return the limit that it exceeded, in seconds;
-        None: it died."""
+        """Receive results until the process hangs, dies or is closed. Return the time limit in seconds that the process
+        exceeded, or None if it died."""
         while True:
             try:
                 if connection.poll(_POLL_INTERVAL):
@@ -230,7 +230,7 @@ class _ParentConnection(Connection):
 
     def answer(self, number: int | None, is_result: bool, value: Any) -> None:
         with suppress(OSError, ValueError):  # stdout may be closed
-            sys.stdout.flush()  # this process is killed in the end, which would lose what the function has printed
+            sys.stdout.flush()  # this process will be killed, and then unflushed output of the function would be lost
         try:
             if self.sends_json:
                 self.send_bytes(json.dumps((number, is_result, value)).encode())
@@ -250,7 +250,7 @@ def main() -> None:
     """Run the jobs that the parent process sends, until the parent exits."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[4]):  # the parent ended before
+    if os.getppid() != int(sys.argv[4]):  # the parent has already ended
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     connection = _ParentConnection(int(sys.argv[1]))

@@ -41,7 +41,7 @@ def shape_from_config(
     values: dict[str, Any], source: str = "config.json", family_path: str | None = None
 ) -> ModelShape:
     """Return the model shape that the entries of a config.json describe; error messages name `source`, the path of the
-    file. Raises as `read_shape`."""
+    file. Raises the same errors as `read_shape`."""
     architecture = (ConfigEntries(values, source, {})["architectures"] or ["none"])[0]
     external = load_family(family_path) if family_path else None
     families = FAMILIES | ({external.architecture: external} if external else {})
@@ -162,10 +162,12 @@ def count_rank_parameters(
     expert_tensor: int | None = None,
     outer: Collection[str] | None = None,
 ) -> RankParameters:
-    """Return how many parameters one rank holds of a model with these tensor-parallel (of all weights, and of experts)
-    and expert-parallel sizes: those of the layers with the indices `layers`, and of the weights outside of the layers
-    (embedding, final norm, LM head) with the Megatron names `outer` (None: all). The vocabulary is padded to a multiple
-    of `tensor`."""
+    """Return the number of parameters that one rank holds: in the layers with the indices `layers`, and in the weights
+    outside of the layers (embedding, final norm, LM head) with the Megatron names `outer` (None: all).
+
+    `tensor` is the tensor-parallel size, `expert_tensor` that of the experts, `expert` the expert-parallel size. The
+    vocabulary is padded to a multiple of `tensor`.
+    """
     dense = experts = 0
     for row in family_of(shape).rows(shape):
         if row.megatron.endswith(FROZEN):

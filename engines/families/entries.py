@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
 LARGEST_NUMBER = 1e30  # maximum of other numeric entries; excludes NaN and infinity
 MAX_LAYERS = 10_000
-MAX_CONFIG_BYTES, MAX_JSON_BYTES = 16 << 20, 256 << 20  # of config.json, of other files (the largest tokenizers: 40 MB)
+MAX_CONFIG_BYTES, MAX_JSON_BYTES = 16 << 20, 256 << 20  # limits for config.json, other files (tokenizers: up to 40 MB)
 EntryType = tuple[str, Callable[[Any], bool]]  # (description of valid values, function that checks a value)
 
 
@@ -155,7 +155,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}): replace it by a readable file") from None
+        raise ModelError(f"{path} cannot be read ({error.strerror}): make it readable for this user") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(values, dict):
@@ -190,7 +190,7 @@ def check_model_files(directory: Path) -> None:
 class ConfigEntries:
     """The entries of one config.json, with type checks. `entries[name]` returns the value of an entry; for an absent
     entry it returns the family's default (equal to that of transformers' config class), or None without a default.
-    `types` are those of entries that only this family has.
+    `types` has the types of the entries that only this family has.
     """
 
     def __init__(

@@ -62,13 +62,13 @@ class Experts(_Component):
 
     num_experts: int
     top_k: int
-    ffn_hidden_size: int  # of one routed expert
+    ffn_hidden_size: int  # width of one routed expert's MLP
     shared_ffn_hidden_size: int = 0  # sum over all shared experts of a layer
     num_dense_layers: int = 0  # the first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
-    num_groups: int = 1  # of experts; top-k selects from the best `top_groups` of these groups only
+    num_groups: int = 1  # number of groups of experts; top-k selects only from the best `top_groups` of these groups
     top_groups: int = 1
     scaling: float = 1.0  # factor by which the sum of the routed experts' outputs is multiplied
 
@@ -87,7 +87,7 @@ class ModelShape(BaseModel):
     ffn_hidden_size: int
     num_attention_heads: int
     num_query_groups: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # dimensions of a query or key head
     vocab_size: int
     max_position_embeddings: int
     rotary: Rotary

@@ -43,7 +43,7 @@ def import_megatron() -> None:
 
         loader = CpuLoader
     sys.meta_path.insert(0, _MegatronFinder(loader))
-    # Hide known warnings: TransformerEngine and apex are missing; some torch functions are deprecated.
+    # Hide known warnings: that TransformerEngine and apex are missing, and that some torch functions are deprecated.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r".*deprecating ShardedTensor", category=FutureWarning)

@@ -74,7 +74,7 @@ class MegatronEngine(TrainEngine):
         shape: shape of the model.
         layout: parallel sizes, the same as passed to `init_parallel`.
         dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
-            unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
+            unless Megatron's option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
         optimizer: the values of `EngineBuild.optimizer`, and optionally `frozen`, the global names of the parameters
             that are not trained, or `lora`, as `EngineBuild.lora`.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
@@ -105,7 +105,7 @@ class MegatronEngine(TrainEngine):
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
         self.lora: LoraOptions | None = optimizer.get("lora")
-        self._base_hashes: dict[str, str] = {}  # of the frozen base of adapters
+        self._base_hashes: dict[str, str] = {}  # hashes of the frozen base weights under adapters
         if self.lora is not None:
             add_adapters(self.chunks, self.lora, seed)
         weights.freeze_parameters(self.chunks, optimizer.get("frozen", ()))
@@ -183,7 +183,7 @@ class MegatronEngine(TrainEngine):
         if routing is not None:
             packed.routing = {} if packed.routing is None else packed.routing
             ranks = self.layout.tensor if self.config.sequence_parallel else 1
-            all_tokens = ranks == self.layout.context == 1  # of the micro-batch, in order, for each router
+            all_tokens = ranks == self.layout.context == 1  # each router gets all tokens of the micro-batch, in order
             rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
             rows = None if all_tokens else stream.router_rows(rank, ranks)
             num_tokens, recording = len(packed.token_ids), routing == "record"
@@ -228,7 +228,7 @@ class MegatronEngine(TrainEngine):
         chunks = self._synced_chunks("weights")
         if self.lora is None:
             return weights.hash_weights(chunks)
-        # The frozen base of adapters is hashed once after it is loaded.
+        # The frozen base weights under adapters are hashed once after they are loaded.
         self._base_hashes = self._base_hashes or weights.hash_weights(chunks)
         return self._base_hashes | weights.hash_weights(chunks, of_adapters=True)
 
@@ -301,7 +301,7 @@ class MegatronEngine(TrainEngine):
             "layout": self.layout.model_dump(),
             "dtype": self.dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            # only if they differ from the first release's, so that its runs still replay bit for bit
+            # recorded only if it is not torch's kernel: fingerprints of runs with torch's kernel do not have this key
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
             **({"norms": f"triton {version('triton')}", "swiglu": "triton"} if self.device.type == "cuda" else {}),

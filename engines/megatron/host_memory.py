@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.storage.disk import map_in_threads
 
-NUM_THREADS = min(8, os.cpu_count() or 1)  # that hash or write; xxh3 and writes release the GIL
+NUM_THREADS = min(8, os.cpu_count() or 1)  # for hashing and for writing; both release the GIL
 CHUNK = 1 << 20  # bytes of a chunk of a tensor in host memory: it stays in the CPU cache while it is hashed and written
 PINNED = 16 << 20  # bytes of a pinned buffer for tensors on a GPU; torch keeps the buffers for later calls
 

@@ -61,12 +61,12 @@ class Adapter(nn.Module):
     """The adapter of one linear layer, or of the same layer of this rank's E grouped experts.
 
     Args:
-        layers: local names of the layer in its chunk: one, or one per grouped expert.
-        names: their global names.
+        layers: names of the layer in its chunk (local names): one, or one per grouped expert.
+        names: the same names with layers and experts numbered over the whole model (global names).
         linear: the layer.
         options: rank and scaling.
         part_of_row: [out] index of the joined Hugging Face layer to which each row of the full weight belongs; None if
-            it is only one layer.
+            the weight is not joined from several.
         sequence_parallel: whether activations between layers are split over tensor-parallel ranks.
     """
 
@@ -114,7 +114,7 @@ class Adapter(nn.Module):
                 param.sequence_parallel = True  # type: ignore[attr-defined] # summed over tensor-parallel ranks
 
     def _shard_of_rows(self, full: Tensor, rows: int) -> Tensor:
-        """Return what this rank has of a tensor with one entry per row of the full weight."""
+        """Return this rank's part of a tensor with one entry per row of the full weight."""
         if rows == len(full):
             return full
         if "linear_fc1" in self.names[0]:  # each rank has its shards of gate and up projection
@@ -126,9 +126,9 @@ class Adapter(nn.Module):
 
         Args:
             x: input of the layer.
-            ends: of grouped experts, [E] the index after the last row of each expert in `x`.
-            output: the layer's output, which nothing else uses: return it with the adapter's added, possibly in the
-                same memory, and unchanged while the adapter is disabled.
+            ends: only for grouped experts: [E] the index after the last row of each expert in `x`.
+            output: the layer's output. If given, return the sum of it and the adapter's output, possibly in the memory
+                of `output`, so the caller must not use that again; while the adapter is disabled, return it unchanged.
         """
         if not self.enabled:
             return output
@@ -231,8 +231,9 @@ class AddAdapter(torch.autograd.Function):
 
 
 def _spread(second: Tensor, mask: Tensor | None) -> Tensor:
-    """Return B for the stacked A of joined layers. [..., out, r] -> [..., out, parts * r]. `mask` [out, parts] is 1
-    where a row belongs to a part; None: there is only one part."""
+    """Return B widened to match the stacked A matrices of joined layers: each row of B at the columns of its own layer,
+    zeros elsewhere. [..., out, r] -> [..., out, parts * r]. `mask` [out, parts] is 1 where a row belongs to a layer
+    (part); None: the layer is not joined."""
     return second if mask is None else (second[..., None, :] * mask[:, :, None]).flatten(-2)
 
 
@@ -282,7 +283,7 @@ def _connect_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor |
 
 
 def reset_adapters(chunks: list[PolicyModel], seed: int) -> None:
-    """Initialize all adapters: the policy is then its base model."""
+    """Initialize all adapters, so that the policy computes the same as its base model."""
     for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
         adapter.reset(seed)
 
@@ -323,7 +324,7 @@ def load_adapter_state(chunks: list[PolicyModel], loaded: dict[str, Tensor]) -> 
 
 
 def _sharded(chunk: PolicyModel, layer: str, kind: str, param: Any) -> ShardedTensor | ShardedTensorFactory:
-    """Return a parameter of an adapter with its place in the full tensor."""
+    """Return a parameter of an adapter with its position in the full tensor."""
     is_expert, axis = is_routed_expert_parameter(f"{layer}.weight"), sharded_axis(param)
     group = sharding_group(f"{layer}.weight")
     name, expert = stored_matrix(layer, kind)

@@ -18,13 +18,13 @@ from pydantic import model_serializer
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
-# A value of recompute_modules that changes results: gradients of a norm's input are summed in another order.
+# The value of --recompute-modules that changes results: gradients of a norm's input are summed in another order.
 ROUNDING_MODULE = "layernorm"
 RecomputableModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
 class MegatronOptions(StageConfig):
-    """The section [train.megatron]. It is dumped without the options that are not given."""
+    """The section [train.megatron]. Its serialized form has only the options that were given."""
 
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local", "fa4", "torch"] | None = option(None)
     """Attention kernel."""
@@ -79,7 +79,8 @@ class MegatronOptions(StageConfig):
 
     @property
     def rounding_modules(self) -> list[str] | None:
-        """Those of `recompute_modules` that change results, so that a resumed run keeps them."""
+        """Return the entries of --recompute-modules that change how sums are rounded. A resumed run must have the same
+        ones."""
         return [name for name in self.recompute_modules or () if name == ROUNDING_MODULE] or None
 
     def check(self) -> None:

@@ -12,8 +12,8 @@ width k each, MLP width f, and n bytes per element:
 
     n (4 h  +  3 q + 4 k  +  q with QK norms  +  3 f) + 4 bytes x attention heads
 
-that is the inputs and outputs of both norms; the QKV projection (q + 2 k), its copy of the queries for the QK norm, the
-rotated queries and keys, the output of attention; the output of the first MLP matrix (2 f) and of SwiGLU (f).
+which are the inputs and outputs of both norms; the QKV projection (q + 2 k), its copy of the queries for the QK norm,
+the rotated queries and keys, the output of attention; the output of the first MLP matrix (2 f) and of SwiGLU (f).
 Tensor parallelism divides the attention and MLP terms; the terms in h are divided only with sequence parallelism.
 Tokens are counted per rank, after context parallelism.
 """
@@ -47,7 +47,7 @@ class TrainerOptions:
     """Options of the trainer that determine its memory."""
 
     dtype: Literal["fp32", "bf16"] = "bf16"
-    max_tokens: int = 8192  # of a micro-batch, on one rank
+    max_tokens: int = 8192  # maximum number of tokens of a micro-batch on one rank
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
     fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
@@ -61,11 +61,11 @@ class TrainerMemory:
     """Memory of one rank, in bytes."""
 
     stage: int  # pipeline stage of the rank
-    parameters: int  # of policy and critic
+    parameters: int  # weights of policy and critic
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # of all micro-batches in flight
+    activations: int  # activations of all micro-batches in flight
     temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
     update: int  # peak of the optimizer step above resident_bytes: fp32 copies of gradients, chunks of offloaded state
     host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
@@ -84,7 +84,7 @@ class TrainerMemory:
 def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
-    """Return the estimated memory of the trainer rank that needs most."""
+    """Return the estimated memory of the trainer rank that needs the most."""
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
@@ -98,8 +98,8 @@ def estimate_stage_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
 ) -> TrainerMemory:
     """Return the estimated memory of a rank of one pipeline stage. Optimizer state is sharded over data- and
-    context-parallel ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of
-    its weights."""
+    context-parallel ranks; the optimizer state of experts is sharded over the ranks with the same experts. An fp32
+    model has no second copy of its weights."""
     megatron, size = options.megatron, BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
     models = [count_stage_parameters(shape, layout, layers, stage)]
@@ -218,9 +218,10 @@ def activation_bytes(
 def layer_activations(
     shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, bytes_per_element: int, megatron: dict[str, Any]
 ) -> tuple[float, float]:
-    """Return the activation memory of consecutive layers (indices `layers`) of a rank in bytes per token that the rank
-    processes: kept from the forward pass to the backward pass; and the additional peak in the backward pass, while a
-    part of the layers is recomputed and the largest layer is processed. `megatron` has the recomputation options."""
+    """Return the activation memory of a rank's consecutive layers (indices `layers`), in bytes per token that the rank
+    processes: the memory kept from the forward pass to the backward pass, and the additional peak in the backward pass,
+    while a part of the layers is recomputed and the largest layer is processed. `megatron` has the recomputation
+    options."""
     parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]
     largest = max(full, default=0.0)
@@ -274,7 +275,7 @@ def activation_bytes_by_module(
     if experts is None or layer < experts.num_dense_layers:
         return {**parts, "mlp": 3 * size * shape.ffn_hidden_size / layout.tensor}
     ranks = layout.expert_tensor or layout.tensor
-    copies = experts.top_k * ranks / sequence  # of each token, over the rank's experts
+    copies = experts.top_k * ranks / sequence  # token copies that the rank's experts process, per token of the rank
     expert_width = experts.ffn_hidden_size / ranks
     return {
         **parts,

@@ -413,7 +413,7 @@ def main_param(inner: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def optimizer_tensors_on_device(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the main parameters and moments that `OptimizerOffload` does not keep in host memory."""
+    """Yield the main parameters and moments that are on the device, not in host memory (`OptimizerOffload`)."""
     offload: OptimizerOffload | None = getattr(inner, "offload", None)
     for param in (param for group in inner.param_groups for param in group["params"]):
         if not offload or param not in offload.main_params:
@@ -447,7 +447,7 @@ def _host_tensors(params: list[Tensor]) -> list[Tensor]:
 
 
 def _split_params(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Split parameters into chunks of at most CHUNK_NUMEL elements; a larger parameter is a chunk of its own."""
+    """Split parameters into chunks of at most CHUNK_NUMEL elements; a larger parameter becomes a separate chunk."""
     chunk: list[Tensor] = []
     for param in params:
         if chunk and sum(other.numel() for other in chunk) + param.numel() > CHUNK_NUMEL:

@@ -28,7 +28,7 @@ from penstock.engines.training import EnginePack
 if TYPE_CHECKING:
     from penstock.engines.megatron.model.transformer_config import AttentionKernel
 
-UNKNOWN = -1  # stands for an expert id that was not recorded: the router selects the expert
+UNKNOWN = -1  # in place of an expert id that was not recorded: the router then selects the expert
 
 
 @dataclass
@@ -92,7 +92,7 @@ def pack_stream(
     micro-batch is the same on every tensor- and context-parallel rank."""
     total = len(packed.token_ids)
     padding = -total % (tensor * context)
-    size = (total + padding) // context  # of each rank
+    size = (total + padding) // context  # number of tokens of each rank
     first = context_rank * size
     token_ids, positions, cu_seqlens = packed.token_ids, packed.position_ids, packed.cu_seqlens
     if padding:
@@ -113,8 +113,8 @@ def pack_stream(
 
 def make_buckets(starts: list[int], device: torch.device) -> list[Bucket]:
     """Group the sequences of a micro-batch by length (`round_up_to_bucket_length`), so that padding each group is
-    cheap: 256 sequences of about 10 tokens become one bucket, one attention call per layer instead of 256. `starts` are
-    the indices of each sequence's first token, and the number of tokens."""
+    cheap: 256 sequences of about 10 tokens become one bucket, one attention call per layer instead of 256. `starts` has
+    the index of each sequence's first token and, last, the number of tokens."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(starts):
         if end > start:
@@ -142,8 +142,8 @@ def round_up_to_bucket_length(length: int) -> int:
 
 @dataclass
 class StreamRouting:
-    """The recorded expert ids of the T tokens of one micro-batch, for the routers of this rank, which process only some
-    of them, and padding. Layers may be missing; tokens may be UNKNOWN."""
+    """The recorded expert ids of the T tokens of one micro-batch, for the routers of this rank, which may process only
+    a part of the tokens, and padding. Layers may be missing; the ids of a token may be UNKNOWN."""
 
     # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
     choices: dict[int, Tensor]

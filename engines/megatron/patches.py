@@ -4,8 +4,8 @@
 tensor, and waits for the GPU at every norm. The arguments are those of apex's functions.
 
 The `wgrad_gemm_*` functions, named as in apex's extension `fused_weight_gradient_mlp_cuda`, add weight gradients of
-linear layers to the gradient buffer in the matrix product (`gradient_accumulation_fusion`). Without them a bf16
-gradient is written, read again and added to the fp32 buffer.
+linear layers to the gradient buffer in the matrix product itself (`gradient_accumulation_fusion`). Without
+them a bf16 gradient is written, read again and added to the fp32 buffer.
 """
 
 from __future__ import annotations
@@ -105,5 +105,5 @@ def wgrad_gemm_accum_fp32(tokens: Tensor, grad_output: Tensor, main_grad: Tensor
 
 
 def wgrad_gemm_accum_fp16(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add grad_output^T @ tokens to `main_grad`, which has the same dtype; shapes as of `wgrad_gemm_accum_fp32`."""
+    """Add grad_output^T @ tokens to `main_grad`, which has the same dtype; shapes as in `wgrad_gemm_accum_fp32`."""
     main_grad.addmm_(grad_output.t(), tokens)

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 from penstock.engines.megatron.optimizer import inner_optimizers, on_stream, optimizer_tensors_on_device
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 
-BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to a power of two
+BUFFER_BYTES = 2**28  # size of a host buffer: torch rounds pinned allocations up to a power of two
 
 
 class DeviceMemory:
@@ -31,10 +31,10 @@ class DeviceMemory:
     def __init__(self, name: str, wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
         self._name, self._optimizer = name, optimizer
         self._buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        # not in the buffers, which have only trained parameters
+        # frozen parameters are not in Megatron's parameter buffers, which have only trained parameters
         self._frozen = [param for chunk in wrapped for param in chunk.parameters() if not param.requires_grad]
         self._host: dict[StateKind, list[Tensor]] = {}  # buffers, uint8: allocated at the first offload and kept
-        self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # emptied; with their sizes in bytes
+        self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # (emptied storage, its size in bytes)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:

@@ -2,9 +2,8 @@
 (--freeze-params-name-list, --only-train-params-name-list). The driver imports this module, so torch is imported in
 methods.
 
-A pattern is a regular expression that is searched in the names that a parameter has in Megatron-core: those of its
-local layers, which are Penstock's, and those of TransformerEngine's layers. Layers and experts are numbered over the
-whole model.
+A pattern is a regular expression that is searched in the two names of a parameter in Megatron-core: in its local
+layers, which Penstock uses, and in TransformerEngine's layers. Layers and experts are numbered over the whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from penstock.storage.preemption import time_limit
 if TYPE_CHECKING:
     from penstock.engines.megatron.engine import MegatronEngine
 
-USER_VARIABLES = (  # those that are set in the driver are passed on unchanged
+USER_VARIABLES = (  # environment variables that trainer ranks inherit unchanged if the driver has them
     "NCCL_CUMEM_ENABLE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_ALLOC_CONF",
@@ -49,12 +48,14 @@ class MegatronBackend(TrainBackend):
 
     def rank_environment(self, layout: ParallelLayout, threads: int) -> dict[str, str]:
         defaults = {
-            # engines turn NCCL's cuMem allocations off, and both ends of a connection must agree
+            # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must have the same setting
             "NCCL_CUMEM_ENABLE": "0",
-            # threads pin the host memory for offloaded state: 10.7 GB in 1.5 instead of 3.3 s (H200)
+            # several threads pin the host memory for offloaded state: 10.7 GB in 1.5 s instead of 3.3 s (H200)
             "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
         }
-        if layout.tensor > 1:  # kernels start in the order of their launches: exchanges overlap with computation
+        if (
+            layout.tensor > 1
+        ):  # kernels start in the order of their launches, so communication overlaps with computation
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         given = {name: os.environ[name] for name in USER_VARIABLES if name in os.environ}
         if "PYTORCH_CUDA_ALLOC_CONF" in given:  # the older name
@@ -150,7 +151,8 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
 
 
 def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) -> None:
-    """Check that frozen parameters leave an optimizer of the same kind to every pipeline stage. Raises OptionError."""
+    """Check that with these frozen parameters every pipeline stage still has trained parameters of the same kinds
+    (experts, others), so that all stages have the same optimizers. Raises OptionError."""
     if num_stages == 1 or not frozen:
         return
     names = [name for name in tensor_layout(shape).megatron_names() if not name.endswith("router.expert_bias")]

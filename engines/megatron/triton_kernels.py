@@ -6,9 +6,10 @@ torch's RMSNorm and a compiled RoPE take 2 to 5 times as long (H200, heads of 12
 do not depend on the GPU's number of processors, and repeat bit for bit.
 
 For SwiGLU, silu(gate) * up, and its gradient: Megatron compiles both with torch. Its gradient computes both halves of
-the result for every element and takes twice the time of its bytes (H200; `benchmarks/gpu/step.py --profile`); calling
-its compiled forward pass takes the host twice as long as launching a kernel (H100). The names and arguments are those
-of the functions in `megatron.core.fusions.fused_bias_swiglu` that they replace (`patches.py`).
+the result for every element and takes twice as long as reading and writing its bytes (H200; `benchmarks/gpu/step.py
+--profile`); calling its compiled forward pass takes the host twice as long as launching a kernel (H100). The functions
+here have the names and arguments of those in `megatron.core.fusions.fused_bias_swiglu` that they replace
+(`patches.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048  # of x that a program processes at a time
+ELEMENTS = 2048  # number of elements of x that a program processes at a time
 PARTIAL_SUMS = 2**21  # elements: every program of the backward pass has its own sum of the weight's gradient
 
 

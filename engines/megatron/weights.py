@@ -2,8 +2,8 @@
 with the recorded policy), and copies in host memory (for a reference model that shares the actor's modules).
 
 "Weights" are the parameters and the MoE routers' frozen correction biases. `engines/families` maps their names and
-shapes to Hugging Face's. Of a policy with LoRA adapters, `gather_weights` returns the merged weights; snapshots have
-the base weights, and hashes both apart (`lora_layers.py`).
+shapes to Hugging Face's. For a policy with LoRA adapters (`lora_layers.py`), `gather_weights` returns the merged
+weights, snapshots have only the base weights, and base weights and adapters are hashed separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from penstock.engines.training import GatheredWeights
 VOCABULARY = (EMBEDDING, HEAD)  # weights with one row per vocabulary entry
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-STACKED = re.compile(r"\.mlp\.experts\.(linear_fc[12]\.weight)$")  # of all experts, see `model/grouped_experts.py`
+# Names of weights that stack all experts (`model/grouped_experts.py`).
+STACKED = re.compile(r"\.mlp\.experts\.(linear_fc[12]\.weight)$")
 
 Snapshot = list[Tensor]
 
@@ -102,8 +103,8 @@ def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
 
 
 def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (global name of a layer, full A, full B) of every adapter of the model: [parts * r, in] and [out, r]. A
-    collective, as `gather_weights`."""
+    """Yield (global name of a layer, full A [parts * r, in], full B [out, r]) for every adapter of the model. Like
+    `gather_weights` this is a collective."""
     for chunk in chunks:
         local = dict(_local_adapter_tensors(chunk))
         waiting: dict[str, Tensor] = {}
@@ -116,8 +117,8 @@ def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Ten
 
 
 def _tensors_of_stages(chunk: PolicyModel, local: dict[str, Tensor]) -> dict[GlobalTensor, str | None]:
-    """Return the tensors of all pipeline ranks in their chunks with the same index, and the local names of this rank's
-    (otherwise None). A collective. `local` maps local names to this rank's shards."""
+    """Return the tensors of all pipeline ranks in their chunks with the same index as `chunk`, each with its local name
+    if this rank has a shard of it, else with None. A collective. `local` maps local names to this rank's shards."""
     group = parallel_state.get_pipeline_model_parallel_group()
     own: dict[GlobalTensor, str] = {}
     for name, shard in local.items():
@@ -214,9 +215,9 @@ def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -
 
 
 def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
-    """Return the full tensors, one per global name (`GlobalTensor.names`), of which this rank has the shard `tensor`:
-    all-gather over tensor- and expert-parallel ranks. For an expert's weight there is one of each expert-parallel rank,
-    from the expert with the same local index."""
+    """Return the full tensors of which this rank has the shard `tensor`, by an all-gather over tensor- and
+    expert-parallel ranks: one tensor per name in `names` (`GlobalTensor.names`). For an expert's weight these are the
+    weights of the experts with the same local index on all expert-parallel ranks."""
     full, axis, group = tensor.detach(), sharded_axis(tensor), sharding_group(names[0])
     if group.size() > 1 and axis is not None:
         shards = [torch.empty_like(full) for _ in range(group.size())]
@@ -233,7 +234,8 @@ def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
 
 
 def hash_weights(chunks: list[PolicyModel], of_adapters: bool = False) -> dict[str, str]:
-    """Return the xxh3-64 hash of every weight shard of this rank, without adapters; `of_adapters`: of adapters only.
+    """Return the xxh3-64 hash of every weight shard of this rank, without adapters; with `of_adapters`, of adapter
+    matrices only.
 
     Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
     "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very

@@ -1,6 +1,6 @@
 """The LoRA adapters that requests of this process to the engines use (`--lora-publish adapter`).
 
-A driver loads each policy version of its run under a name of its own, `<run>/<version>@<owner>-<driver>`:
+A driver loads the adapter of each policy version of its run under a separate name, `<run>/<version>@<owner>-<driver>`:
 
     owner    identifies the run among runs of the same name in other stores, which may share the engines
     driver   random, so that a driver never uses an adapter that another one has loaded: it sends the adapter again
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-BASE = "base"  # weight version of engines that have the weights of --hf-checkpoint, on which requests use adapters
+BASE = "base"  # weight version of engines that have the weights of --hf-checkpoint; requests add adapters to them
 
 _lock = threading.Lock()
 _current: dict[str, str] = {}  # URL of an engine -> name of the adapter that new requests use
@@ -26,14 +26,14 @@ _num_requests: Counter[str] = Counter()  # name of an adapter -> requests in fli
 
 
 class AdapterNames:
-    """Names of the adapters that one driver loads. `identity` is a text that differs between runs of the same name, for
-    instance their store and time of creation."""
+    """Names of the adapters that one driver loads. `identity` is a string that differs between runs of the same name,
+    for instance their store and time of creation."""
 
     def __init__(self, identity: str) -> None:
         self._suffix = f"{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{secrets.token_hex(4)}"
 
     def name(self, version: str) -> str:
-        """Return the name of the adapter of policy `version`, `<run>/<number>`: on all engines the same."""
+        """Return the name, the same on all engines, of the adapter of policy version `version` (`<run>/<number>`)."""
         return f"{version}@{self._suffix}"
 
 
@@ -43,8 +43,8 @@ def version_of(name: str) -> str:
 
 
 def other_adapters(name: str, loaded: Iterable[str]) -> list[str]:
-    """Return those of the adapters `loaded` that belong to the same run as `name`, without `name` and later versions of
-    the same driver, which it is about to use."""
+    """Return the adapters in `loaded` that belong to the same run as `name`, except `name` itself and later versions
+    that the same driver has loaded, because it is about to use them."""
 
     def parts(adapter: str) -> tuple[str, str, str, int]:
         version, _, suffix = adapter.rpartition("@")
@@ -62,7 +62,7 @@ def other_adapters(name: str, loaded: Iterable[str]) -> list[str]:
 
 
 def set_adapter(url: str, name: str | None) -> None:
-    """Set the adapter that later requests of this process to the engine at `url` use; None: none."""
+    """Set the adapter that later requests of this process to the engine at `url` use; None: no adapter."""
     with _lock:
         if name is None:
             _current.pop(url, None)

@@ -57,7 +57,7 @@ class EnginePool:
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
         self._split_off: list[Replica] = []  # replicas that `split` moved to another pool
-        self._serving: Supervisor | None = None  # of the `serving` block that a thread is inside
+        self._serving: Supervisor | None = None  # of the `serving` block that a thread is in, if any
         owner = uuid.uuid4().hex
         kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes, spec.role)
         if external:
@@ -73,7 +73,7 @@ class EnginePool:
         ]
 
     def split(self, num_engines: int) -> EnginePool:
-        """Move the last `num_engines` engines to a pool of their own, and return it."""
+        """Move the last `num_engines` engines to a new pool, and return it."""
         left = len(self._replicas) - num_engines
         if left < 1:
             raise EngineError(
@@ -114,7 +114,7 @@ class EnginePool:
         block keeps the engines at this version from now on. Requests in flight continue with the new weights."""
         supervisor = self._serving
         if supervisor is None:
-            raise RuntimeError("weights are sent to engines in use, but no stage uses them: it has failed or ended")
+            raise RuntimeError("weights cannot be sent to engines in use: the stage that used them has failed or ended")
         supervisor.update(version, publish)
 
     def update_to_version(self, version: str, publish: Publish) -> None:

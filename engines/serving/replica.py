@@ -58,7 +58,7 @@ class Replica(ABC):
         """Start a new server without waiting until it is ready."""
 
     def finish_adoption(self) -> None:  # noqa: B027
-        """Finish the adoption of a server that an earlier driver left: start a new server instead if the old one is
+        """Finish the adoption of the server that an earlier driver started: start a new server instead if that one is
         dead or was started with another `ServerSpec`. Does nothing if there is no server to adopt."""
 
     @abstractmethod
@@ -115,11 +115,11 @@ class Replica(ABC):
 class RayReplica(Replica):
     """An engine whose server processes, one on each of its nodes, are started by Ray actors.
 
-    The constructor starts the processes without waiting, or adopts those with this index that an earlier driver of the
-    run left on an external Ray cluster. If one of the processes dies, all of them are restarted.
+    The constructor starts the processes without waiting, or adopts the processes with this index that an earlier driver
+    of the run has started on an external Ray cluster. If one of the processes dies, all of them are restarted.
 
     Args:
-        cluster, spec, backend: as of `EnginePool`.
+        cluster, spec, backend: as for `EnginePool`.
         index: position in the pool; part of the actors' names.
         place: returns GPUs and Ray options of each process, by node rank. Called before each start, because Ray may
             move the processes to other GPUs when a node dies; may raise NodeLost.
@@ -143,7 +143,7 @@ class RayReplica(Replica):
         self._log = ""
         self._starts: list[Any] = []  # object reference of each actor's `start` or `adopt` call, until all are read
         self._deadline = 0.0
-        self._lost: NodeLost | None = None  # while the start waits for a node
+        self._lost: NodeLost | None = None  # set while the start waits for a node that died
         names = [actor_name(index, rank, spec.role) for rank in range(spec.num_nodes)]
         # Handles of the Ray actors, by node rank.
         self.actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
@@ -282,9 +282,9 @@ class RayReplica(Replica):
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
 
     def _read_start_results(self) -> None:
-        """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read those that have finished. When all
-        have, store the server's address. If the server could not be adopted, or its GPUs have moved to another node
-        meanwhile, start a new one."""
+        """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read the results of finished calls.
+        When all have finished, store the server's address. If the server could not be adopted, or Ray has moved its
+        GPUs to another node since, start a new one."""
         waiting, finished, timeout = list(self._starts), list[Any](), POLL_SECONDS
         while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
             finished += done[0]
@@ -295,7 +295,7 @@ class RayReplica(Replica):
             if None not in urls and len(urls) < len(self._starts):
                 return
             url = urls[0]
-            # Ray may run an actor on another node than its slot says; the slot's GPU ids are then wrong.
+            # Ray may have run an actor on a node other than that of its slot; the slot's GPU ids are then wrong.
             servers = self._server_infos()
             at_slots = all(slot.node in ("", info.node) for slot, info in zip(self._slots, servers, strict=True))
             if url is not None and None not in urls and at_slots:
@@ -333,9 +333,9 @@ def actor_name(index: int, node_rank: int = 0, role: str = "engine") -> str:
 
 
 def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role: str = "engine") -> None:
-    """Kill detached actors that an earlier driver of this run, which used more engines or nodes, left on an external
-    Ray cluster: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every engine.
-    Only those whose `ServerSpec.role` is `role`."""
+    """Kill the detached actors on an external Ray cluster that remain from an earlier driver of this run with more
+    engines or nodes: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every
+    engine. Only actors with this `ServerSpec.role` are killed."""
     for engine in count():
         first = num_nodes if engine < index else 0
         names = (actor_name(engine, rank, role) for rank in count(first))

@@ -54,8 +54,9 @@ class ServerSpec(BaseModel):
     role: str = "engine"
     """Name of the servers in Ray and in messages: "engine", or "teacher"."""
     several_nodes: bool = False
-    """Listen on the address of the server's node, which processes on other nodes reach, instead of loopback. Engines
-    may unpickle request data, which can execute code: only for a private network. The server always has an API key."""
+    """Listen on the address of the server's node, which processes on other nodes can reach, instead of loopback. Use it
+    only in a private network: engines may unpickle request data, which can execute code. The server always has an API
+    key."""
     network_interface: str | None = None
     """With `several_nodes`: network interface whose address the servers use; by default that of Ray's node address."""
     num_nodes: int = 1
@@ -89,10 +90,10 @@ class ServerSpec(BaseModel):
 
 
 class ServerInfo(NamedTuple):
-    """A server process and what its pool must know to use it."""
+    """A server process and the information that its pool needs to use it."""
 
     node: str  # Ray's id of the machine
-    pid: int  # of the main process; 0 if it is not started
+    pid: int  # id of the main process; 0 if it is not started
     key: str  # API key that every request must carry
     log: str  # path of the log on the machine
 
@@ -202,7 +203,7 @@ class EngineServer(ABC):
         return ServerInfo(ray.get_runtime_context().get_node_id(), pid, self.key, str(self._log or ""))
 
     def alive(self, owner: str | None = None) -> bool:
-        """Return whether the server's main process is running, which must end when one of its child processes dies.
+        """Return whether the server's main process is running. (It must exit when one of its child processes dies.)
         Raises RuntimeError if `owner` is given, but another driver of the run has taken over the server."""
         if owner is not None and owner != self.owner:
             raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")
@@ -211,7 +212,7 @@ class EngineServer(ABC):
     def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
         """Download the files that `commit` lists (it need not be in the store) to this machine and return their
         directory; `remove_download` deletes it."""
-        self.remove_download()  # files that a trainer left when it died
+        self.remove_download()  # files of an update whose trainer died
         return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
 
     def remove_download(self) -> None:
@@ -269,7 +270,7 @@ class EngineServer(ABC):
         if self.rendezvous or spec.several_nodes:
             host = node_address(spec.network_interface) if spec.several_nodes else LOOPBACK
             if interface := interface_of(host):
-                env["GLOO_SOCKET_IFNAME"] = interface  # by default that of the host's name
+                env["GLOO_SOCKET_IFNAME"] = interface  # by default gloo uses the interface of the host's name
             env |= self.node_variables(host) | socket_environment(spec.network_interface)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
         if spec.python:
@@ -295,9 +296,9 @@ class EngineServer(ABC):
 
     def _port_error(self) -> EngineError:
         return EngineError(
-            f"engine {self.index} cannot listen on port {self._port} of {self._host}, which another process uses; it "
-            f"needs --engine-port {self.spec.port} plus its number: end that process, give another port, or omit "
-            "the option to use free ports"
+            f"engine {self.index} cannot listen on port {self._port} of {self._host} (--engine-port {self.spec.port} "
+            f"+ {self.index}), because another process uses it: end that process, give another port, or omit the "
+            "option to use free ports"
         )
 
 

@@ -71,7 +71,7 @@ class Supervisor:
                 versions = {replica.wait_for_url(): _weight_version_or_error(replica) for replica in stale}
                 wrong = [f"{url} reports {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
-                    continue  # restoring the trainer may have released the memory of engines that were not stale
+                    continue  # while the trainer was restored, the memory of up-to-date engines may have been released
                 problem = f"after sending the weights of {self.version!r}, {', '.join(wrong)}"
             except ClusterLost:
                 raise

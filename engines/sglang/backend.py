@@ -45,9 +45,10 @@ MODEL_SIZES = (
 
 
 def default_args(options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
-    """Return flags that apply where the user gives no other value. On CPUs engines compute in the data type of the
-    trained weights, on GPUs in bf16: SGLang's GPU kernels (normalization, attention) have no fp32, beside fp8 weights
-    only 16 bits are possible, and SGLang itself would choose the checkpoint's type, and fp16 for an fp32 one."""
+    """Return the server flags that apply unless the user gives other values. On CPUs engines compute in the data type
+    of the trained weights. On GPUs they compute in bf16: SGLang's GPU kernels for normalization and attention do not
+    support fp32, and with fp8 weights only 16-bit types are possible. (SGLang's own default is the checkpoint's type,
+    or fp16 for an fp32 checkpoint.)"""
     is_fp32 = not has_gpus and options.params_dtype != "bf16"
     quantized = options.spec.args.get("quantization") or stores_quantized_weights(options)
     return {"dtype": "float32" if is_fp32 and not quantized else "bfloat16"}
@@ -63,8 +64,8 @@ class SGLangServer(EngineServer):
     """An `EngineServer` that runs SGLang through `launch.py`."""
 
     name = "sglang"
-    # Variables with which SGLang opens further ports, replaces its HTTP server or runs other code, past the flags that
-    # are checked: those of its dumper and of its tests, and names that end with a kind of address.
+    # Variables that make SGLang open further ports, replace its HTTP server or run other code, which the checks of its
+    # flags would not see: those of its dumper and of its tests, and names that end with a kind of address.
     not_inherited = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
     # The process keeps running then, because one of its threads waits for the HTTP server.
     bind_error = r"bind on address \('[^']*', {port}\b.*in use"
@@ -84,7 +85,8 @@ class SGLangServer(EngineServer):
         if spec.num_nodes > 1:
             ours |= {"nnodes": spec.num_nodes, "node_rank": self.node_rank, "dist_init_addr": self.rendezvous}
         else:
-            ours["nccl_port"] = reserve_free_port()  # rendezvous of the ranks; SGLang would not reserve its choice
+            # The rendezvous of the ranks, set here because SGLang does not reserve the port that it chooses.
+            ours["nccl_port"] = reserve_free_port()
         configured = {name: value for name, value in spec.args.items() if name != "api_key"}
         return [spec.python or sys.executable, str(LAUNCHER), *to_command_line(ours), *to_command_line(configured)]
 
@@ -101,9 +103,9 @@ class SGLangBackend(EngineBackend):
 
     title = "SGLang"
     help = (
-        "All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (share of GPU memory) and "
-        "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. Those of its "
-        "router have the prefix --router-."
+        "All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (fraction of GPU memory) and "
+        "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. The flags of "
+        "SGLang's router have the prefix --router-."
     )
     context_flag = "--sglang-context-length"
     speculation_flag = "--sglang-speculative-algorithm"
@@ -152,7 +154,7 @@ class SGLangBackend(EngineBackend):
             "enable_fp32_lm_head": options.fp32_head,
             "enable_deterministic_inference": options.sampling_seeds,
             "enable_memory_saver": offload,
-            # Weight updates do not replace the draft layers, and nothing else restores the weights below adapters.
+            # Weight updates restore neither draft layers nor, if only adapters are sent, the model's own weights.
             "enable_draft_weights_cpu_backup": offload and is_speculative(check_sglang_args(options.spec.args)),
             "enable_weights_cpu_backup": offload and options.adapters is not None,
         }
@@ -178,9 +180,9 @@ class SGLangBackend(EngineBackend):
                 older_release.check_streaming()
         if options.external and options.in_flight == "in_place":
             raise EngineError(
-                "--pause-generation-mode in_place needs engines that the run starts, because those of "
-                "--rollout-external-engine-addrs would reuse keys and values of earlier weights: use retract, or leave "
-                "out the addresses"
+                "--pause-generation-mode in_place needs engines that the run starts, because external engines "
+                "(--rollout-external-engine-addrs) would reuse keys and values of earlier weights: use retract, or "
+                "omit --rollout-external-engine-addrs"
             )
         args = check_sglang_args(spec.args)
         if options.router is not None:
@@ -233,8 +235,8 @@ class SGLangBackend(EngineBackend):
             )
         if quantization and (difference := find_unsupported_entry(quantization)):
             raise ModelError(
-                f"{directory} has quantized weights (quantization_config with {difference}), which weight updates "
-                f"cannot replace in the engines; they replace e4m3 weights with a scale per {BLOCK} x {BLOCK} block "
+                f"{directory} has quantized weights (quantization_config with {difference}), but the trainer can send "
+                f"engines only unquantized weights, or fp8 (e4m3) weights with one scale per {BLOCK} x {BLOCK} block "
                 f"and dynamic activation scales: use a bf16 checkpoint, or {copy}"
             )
         if capabilities is not None:
@@ -290,8 +292,8 @@ class SGLangBackend(EngineBackend):
         required = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         if config.is_file() and bool(served.get("quantization_config")) != bool(required.get("quantization_config")):
             raise EngineError(
-                f"only one of the engine at {url} and --hf-checkpoint {model_path} has quantized weights: start the "
-                "engine with --hf-checkpoint's model"
+                f"either the engine at {url} or --hf-checkpoint {model_path} has quantized weights, but not both: "
+                "start the engine with the model of --hf-checkpoint"
             )
         for name in MODEL_SIZES:
             if name in served and served[name] != required.get(name):

@@ -1,5 +1,5 @@
-"""Check before the start of an engine that SGLang can run the model, LoRA adapters and speculative decoding, and which
-batches have CUDA graphs."""
+"""Check before an engine is started that SGLang can run the model, LoRA adapters and speculative decoding, and warn of
+decode batches that are too large for SGLang's CUDA graphs."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_model(values: dict[str, Any]) -> None:
 
 
 def check_architecture(architecture: str) -> None:
-    """Check that the installed SGLang, if there is one, implements an architecture. For others it falls back to the
-    model code of transformers, whose weights cannot be updated by their Hugging Face names."""
+    """Check that the installed SGLang, if there is one, implements an architecture. For other architectures it uses the
+    model code of transformers, where weights cannot be updated by their Hugging Face names."""
     root = package_directory("sglang")
     if root is not None and not implements_architecture(architecture, root):
         raise EngineError(
@@ -79,7 +79,8 @@ def implements_architecture(architecture: str, root: Path) -> bool:
 
 
 def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
-    """Check that an engine's GPUs get whole blocks of merged fp8 weights (query with key and value, gate with up)."""
+    """Check that each GPU of an engine gets whole blocks of the fp8 weights that SGLang merges (query with key and
+    value, gate with up)."""
     size, names = options.gpus_per_engine, fp8_weights(options.spec.model_path)
     if not names or options.external or options.spec.args.keys() & OTHER_SHARDING:
         return
@@ -150,7 +151,7 @@ def reason_against_adapters(
 ) -> str | None:
     """Return why SGLang cannot serve adapters of these layers; see `EngineBackend.reason_against_adapters`."""
     layers, args = list(layers), options.spec.args
-    is_own = not options.external and options.spec.python is None  # otherwise its release is not known here
+    is_own = not options.external and options.spec.python is None  # otherwise the engine's release is unknown
     if is_own and (reason := older_release.reason_against_adapters(options.gpus_per_engine, compare=compare)):
         return reason
     if shape.latent is not None:
@@ -186,7 +187,8 @@ def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
             f"the external engine at {url} has --max-loaded-loras {info['max_loaded_loras']}, which unloads adapters "
             "that runs still use: start it without this flag"
         )
-    # The route unpickles its payload (CVE-2026-15969 in 0.5.15.post1), and an admin key alone does not protect it.
+    # The HTTP route for adapters unpickles its payload (CVE-2026-15969 in 0.5.15.post1); an admin key alone does not
+    # protect it.
     try:
         control.call_server(url, "/load_lora_adapter_from_tensors", {}, with_key=False)
     except EngineRefused as refusal:
@@ -261,7 +263,8 @@ def draft_model(args: Mapping[str, Any]) -> str | None:
 
 
 def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
-    """Check that the engine samples from the target model's distribution, with the parameters that it is given."""
+    """Check that an engine with speculative decoding samples from the target model's distribution, and applies the
+    sampling parameters of the run."""
     checks = [
         *(
             (
@@ -324,12 +327,12 @@ GIB = 1 << 30
 # for engines of fewer than 4 GPUs, and of 4 or more.
 LIMITS = {20: (8, 8), 35: (48, 160), 60: (32, 160), 160: (256, 512)}
 LIMITS_OF_LARGER_GPUS = (512, 512)
-# Flags that set the batches with a graph, or disable graphs; also as older releases spell them.
+# Flags that set the batch sizes with a graph, or disable graphs, including the names of older releases.
 SET_BY_USER = (
     *("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_max_bs", "cuda_graph_bs", "cuda_graph_config"),
     *("disable_cuda_graph", "disable_decode_cuda_graph"),
 )
-# In the name of every flag that chooses the graphs of prefills, also as older releases spell it.
+# Matches the name of every flag that sets CUDA graphs of prefills, including the names of older releases.
 OF_PREFILL = re.compile("(?=.*cuda_graph)(?=.*(prefill|piecewise|breakable|config|tc_compiler))")
 SPECULATIVE_REQUESTS = 48  # SGLang's default of --max-running-requests with speculative decoding
 
@@ -339,7 +342,7 @@ def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
 
     By default SGLang runs the model three times for each of 58 lengths at the start, which takes 7 s for a model of
     135M parameters on an H100 (benchmarks/results/smollm2-h100.json); the first start compiles kernels with or without
-    them. A rollout prefills in few, large batches; what graphs would save there was not measured.
+    them. A rollout prefills in few, large batches; the time that graphs would save there was not measured.
     """
     name = "cuda_graph_backend_prefill"
     if name not in sglang_flags() or any(OF_PREFILL.match(flag.replace("-", "_")) for flag in args):
@@ -356,7 +359,7 @@ def graph_warning(options: EngineOptions, num_samples: int, gpu_bytes: int) -> s
     running = _positive_integer(args, "max_running_requests") or (SPECULATIVE_REQUESTS if is_speculative(args) else 0)
     batch = -(-num_samples // ranks)  # data-parallel ranks divide the samples, and the limit, among them
     batch = min(batch, max(1, running // ranks)) if running else batch
-    is_installed = options.spec.python is None and bool(sglang_flags())  # otherwise its release is not known here
+    is_installed = options.spec.python is None and bool(sglang_flags())  # otherwise the engine's release is unknown
     limit = graph_limit(gpu_bytes, size, is_older=is_installed and older_release.is_installed())
     if batch <= limit:
         return None

@@ -106,7 +106,7 @@ class SGLangClient(EngineClient):
         if self.router is None:
             return await self._request_with_retries(prompts, samplings, session)
         # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
-        # list of them), so each prompt becomes a request of its own; a common session sends them to the same engine.
+        # list of them), so each prompt becomes a separate request; a common session sends them to the same engine.
         session = session or uuid.uuid4().hex
         calls = [self._request_with_retries([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
         return [generation for answer in await asyncio.gather(*calls) for generation in answer]
@@ -217,7 +217,8 @@ class SGLangClient(EngineClient):
         self._running[request] = (url, n)
         headers = {ROUTING_KEY: session or request} if self.router else {}
         try:
-            # Behind a router all engines have the same adapter: streams, whose engines may differ, get merged weights.
+            # The router chooses the engine later, but all engines have the same adapter. (In streaming mode they may
+            # differ for a while, so `--lora-publish adapter` is refused there with a router.)
             with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
                 own = {"rid": request} if adapter is None else {"rid": request, "lora_path": adapter}
                 answers = await self._await_while_engine_listed(
@@ -271,7 +272,7 @@ class SGLangClient(EngineClient):
     async def _post(self, url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
         """Send a POST request and return the response: parsed JSON or text."""
         if self._session is None:
-            # No limits here: the caller limits the number of requests, `_request_with_retries` their time.
+            # No limits here: the caller limits the number of requests, and `_request_with_retries` their duration.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         headers = {**endpoints.auth_headers(url), **(headers or {})}
@@ -286,8 +287,8 @@ class SGLangClient(EngineClient):
 
 
 class _RetryableError(Exception):
-    """An engine answered with an HTTP status of RETRIED_STATUS, does not have the adapter of the request any more, or
-    generated after a weight update that failed halfway; a retry may succeed."""
+    """An engine answered with an HTTP status in RETRIED_STATUS, has unloaded the adapter of the request, or generated
+    after a weight update that failed halfway; a retry may succeed."""
 
 
 def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = False, wait: bool = False) -> None:
@@ -326,9 +327,9 @@ def parse_generation(
     num_prompt_tokens: int = 0,
     adapter_version: str | None = None,
 ) -> Generation:
-    """Parse one response of SGLang's /generate route. Routed experts are returned if `experts` is their format, for the
-    `num_prompt_tokens` prompt tokens, too. `adapter_version` is that of the adapter which the request named: SGLang
-    reports the version of the base weights only, and a request keeps its adapter to its end."""
+    """Parse one response of SGLang's /generate route. If `experts` (their format) is given, return routed experts, also
+    for the `num_prompt_tokens` prompt tokens. `adapter_version` is the policy version of the adapter that the request
+    named: SGLang reports only the version of the base weights, and a request keeps its adapter until it ends."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     token_ids = [int(pair[1]) for pair in pairs]
@@ -354,7 +355,7 @@ def parse_generation(
             routed = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
             routed_experts = experts.encode(routed, num_prompt_tokens + len(token_ids) - 1)
         except ValueError as error:
-            raise RuntimeError(str(error)) from None  # not a ValueError, which callers take for an error of the prompt
+            raise RuntimeError(str(error)) from None  # not a ValueError, which callers understand as a bad prompt
     return Generation(
         token_ids=token_ids,
         logprobs=[float(pair[0]) for pair in pairs],

@@ -1,7 +1,7 @@
 """Blocking HTTP calls to one SGLang server: health, weight version, pause and resume, and release of its GPU memory
 while the trainer uses the GPU (`--offload-rollout`). Imports only the standard library and Penstock.
 
-The weight version that a server reports also tells which memory it has, so a new driver knows it, too:
+The weight version that a server reports also says which memory it has allocated, so that a new driver knows it, too:
 
     <run>/<number>   weights and KV cache
     overwritten      both; the weights are random values
@@ -25,11 +25,11 @@ from penstock.engines.serving import endpoints
 
 RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
 OVERWRITTEN = "overwritten"
-UPDATING = "updating:"  # before the version that an update loads; left by an update that failed halfway
+UPDATING = "updating:"  # prefix of the version while an update loads it; remains after an update that failed halfway
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MEMORY_TIMEOUT = 300.0  # seconds
 
-# Requests have an API key, and engines are in the private network of the nodes: never through a proxy.
+# Requests contain an API key, and engines are in the private network of the nodes, so no proxy must be used.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

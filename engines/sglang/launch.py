@@ -266,7 +266,7 @@ if __name__ == "__main__":
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
     key = os.environ.pop(KEY_VARIABLE, "")
     # One key for both: /server_info shows the admin key to every client that has the API key.
-    args = prepare_server_args([*argv, "--api-key", key, "--admin-api-key", key])  # `--help` ends here
+    args = prepare_server_args([*argv, "--api-key", key, "--admin-api-key", key])  # with --help the process exits here
     if not key:
         sys.exit(f"{KEY_VARIABLE} is not set: a server needs an API key, because its control routes execute code")
     run_server(args)

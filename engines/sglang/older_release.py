@@ -17,9 +17,9 @@ from penstock.storage.errors import EngineError
 Release = tuple[int, ...]  # for instance (0, 5, 21)
 OLDEST: Release = (0, 5, 15)  # the first with /model_info
 CURRENT: Release = (0, 5, 21)
-# Its limits of the batches with a CUDA graph that differ, as in `checks.LIMITS`.
+# Entries of `checks.LIMITS` (largest batches with a CUDA graph) that differ in the older release.
 GRAPH_LIMITS = {35: (24, 80)}
-# Its names of flags -> the flag and value that replace them (... is the value that was given).
+# Flags of the older release -> the flag and value that replace them (... stands for the value that was given).
 RENAMED: dict[str, tuple[str, Any]] = {
     "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
     "cuda_graph_max_bs": ("cuda_graph_max_bs_decode", ...),
@@ -29,17 +29,17 @@ RENAMED: dict[str, tuple[str, Any]] = {
 }
 # Flags of older releases without a successor -> why they may be omitted.
 DROPPED = {
-    "router_ip": "the run starts its router; use --use-router, or --rollout-external-engine-addrs",
-    "router_port": "the run starts its router; use --use-router",
+    "router_ip": "the run starts the router itself; use --use-router, or --rollout-external-engine-addrs",
+    "router_port": "the run starts the router itself; use --use-router",
     "enable_nan_detection": "the installed SGLang does not have it; omit it",
     "enable_ep_moe": "SGLang divides experts by --sglang-ep-size; omit it",
-    "enable_mixed_chunk_prefill": "it is --sglang-enable-mixed-chunk; use that",
-    "disable_custom_cuda_graph": "it is --sglang-disable-cuda-graph; use that",
+    "enable_mixed_chunk_prefill": "its name is now --sglang-enable-mixed-chunk; use that",
+    "disable_custom_cuda_graph": "its name is now --sglang-disable-cuda-graph; use that",
 }
 
 
 def is_older(release: Release) -> bool:
-    """Return whether a server's release is before 0.5.21, and the functions of this file apply."""
+    """Return whether a server's release is before 0.5.21, so that the functions of this file apply."""
     return release < CURRENT
 
 
@@ -70,7 +70,7 @@ def sampling_parameter_names(params: ast.ClassDef) -> frozenset[str]:
     return frozenset(argument.arg for argument in [*init.args.args, *init.args.kwonlyargs]) - {"self"}
 
 
-# ---- what it cannot do -----------------------------------------------------------------------------------------------
+# ---- features that the older release lacks ---------------------------------------------------------------------------
 
 
 def check_external_release(url: str, release: Release) -> None:
@@ -123,11 +123,11 @@ def check_adapter(url: str, release: Release, tp_size: int, checksums: Mapping[s
     """Check that a server can load an adapter: on one rank, without checksums."""
     if tp_size > 1 or checksums:
         raise EngineError(
-            f"the engine at {url} runs SGLang {release_name(release)}, whose ranks would open one handle several "
-            "times, and which does not compare checksums: use 0.5.21 or later, or --lora-publish merged"
+            f"the engine at {url} runs SGLang {release_name(release)}, which loads adapters only on one GPU per "
+            "engine and without comparing checksums: use 0.5.21 or later, or --lora-publish merged"
         )
 
 
 def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
-    """Return the only version that a response reports, that of its last token, for all of its tokens."""
+    """Return the weight version of a response's last token, the only one that the response reports, for all tokens."""
     return [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]

@@ -1,5 +1,5 @@
-"""What is passed on to SGLang: flags of its server (`--sglang-*`) and of its router (`--router-*`), and sampling
-parameters (`--rollout-sampling`). Check the names and build command lines.
+"""Pass options on to SGLang: flags of its server (`--sglang-*`) and of its router (`--router-*`), and sampling
+parameters (`--rollout-sampling`). This module checks their names and builds command lines.
 
 Names are parsed from the source of the installed SGLang, without importing torch or SGLang; SGLang checks the values.
 0.5.15.post1 declares the server's flags in one dataclass, 0.5.21 in twelve.
@@ -47,7 +47,7 @@ RESERVED = {
 }
 # Reason -> names, or beginnings of names that end with "_", of flags that Penstock cannot serve.
 _REFUSED = {
-    "its keys and values outlive the weights that computed them": "hicache_storage_ enable_lmcache lmcache_ "
+    "its cached keys and values outlive the weights that computed them": "hicache_storage_ enable_lmcache lmcache_ "
     "enable_flexkv flexkv_ radix_cache_backend enable_unified_cache_external_linker unified_cache_external_ "
     "enable_streaming_session",
     "every engine does both prefill and decode": "disaggregation_ enable_pd_role_switch",
@@ -55,7 +55,7 @@ _REFUSED = {
     "weights come from --hf-checkpoint and then from the trainer": "load_format remote_instance_weight_loader_",
     "engines get their adapters from the trainer": "lora_ enable_lora_",
     "it would unload adapters that requests still use": "max_loaded_loras",
-    "requests are made of token ids in any case": "skip_tokenizer_init",
+    "requests always consist of token ids": "skip_tokenizer_init",
     "the tokenizer is that of --hf-checkpoint": "tokenizer_path",
     "an engine's GPUs do not change": "elastic_ep_ ep_join_",
 }
@@ -124,7 +124,7 @@ def _parse_flags(root: Path | None, *patterns: str) -> dict[str, ServerFlag]:
 
 
 def _names(spellings: Iterable[str]) -> list[str]:
-    """Return the names of those texts that are flags: without leading dashes, with underscores."""
+    """Return the names of the strings in `spellings` that are flags: without leading dashes, with underscores."""
     return [text.removeprefix("--").replace("-", "_") for text in spellings if text.startswith("--")]
 
 
@@ -227,7 +227,8 @@ def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None
 
 # ---- sampling parameters ---------------------------------------------------------------------------------------------
 
-# Parameters that cannot be set with --rollout-sampling: most have an option of their own. Name -> advice for the error.
+# Parameters that cannot be set with --rollout-sampling, mostly because they have a separate option -> advice for the
+# error.
 RESERVED_SAMPLING = {
     "temperature": "use --rollout-temperature, by which the trainer divides its logits, too",
     "top_p": "use --rollout-top-p",
@@ -290,7 +291,7 @@ def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flag
 
 
 def find_biasing_params(params: Mapping[str, Any]) -> list[str]:
-    """Return those of the sampling parameters, as `name=value`, that make the sampling distribution differ from the
+    """Return the sampling parameters in `params`, as `name=value`, that make the sampling distribution differ from the
     policy that the trainer computes.
 
     SGLang returns log-probs of the full softmax, before top-p, top-k and min-p remove tokens. With penalties, logit

@@ -174,6 +174,6 @@ class SGLangRouter:
                 self._registered[engine] = time.monotonic()
         in_sync = ready == set(engines) and not dead
         with self._lock:
-            if in_sync and engines and engines is self._engines:  # the live engines have not changed meanwhile
+            if in_sync and engines and engines is self._engines:  # the live engines have not changed during this call
                 self._address = router_url
         return in_sync

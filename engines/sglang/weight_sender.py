@@ -43,8 +43,8 @@ from penstock.storage.errors import EngineError, WeightMismatch
 from penstock.storage.failpoints import failpoint
 
 KEPT_ADAPTERS = 2  # directories of adapters that are kept after an update over disk
-ABORT_SECONDS = 30.0  # within which an aborted broadcast must end; otherwise the trainer is restarted
-TIMEOUT = timedelta(minutes=5)  # for all ranks to join, and for one broadcast
+ABORT_SECONDS = 30.0  # time for an aborted broadcast to end; otherwise the trainer is restarted
+TIMEOUT = timedelta(minutes=5)  # time for all ranks to join the process group, and for one broadcast
 
 Call = Callable[[str, str, dict[str, Any]], None]  # (URL, route, JSON body)
 Routes = dict[str, EngineRoute]  # URL -> route
@@ -167,8 +167,8 @@ class WeightSender:
                 # A broadcast may be unfinished; leaving also releases the servers that wait for it.
                 if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
                     raise RuntimeError(
-                        f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s: the "
-                        "trainer must be restarted"
+                        f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s; "
+                        "all trainer ranks must be restarted"
                     ) from None
                 raise
 
@@ -212,7 +212,7 @@ class WeightSender:
 
 
 def open_update(urls: list[str], version: str, transport: WeightTransport) -> WeightUpdate:
-    """Return the update of several servers over a transport, to be entered: of weights, or of adapters."""
+    """Return an update (of weights, or of adapters) of several servers, as a context manager that the caller enters."""
     if transport.adapter is None:
         return WeightUpdate(urls, version, transport.in_flight)
     return AdapterUpdate(urls, version, transport.adapter)

@@ -35,9 +35,9 @@ from penstock.engines.sglang import control, older_release
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
-GROUP_NAME = "penstock-weights"  # of the process group over which weights are broadcast
+GROUP_NAME = "penstock-weights"  # name of the process group over which weights are broadcast
 CALL_TIMEOUT = 600.0  # seconds for a server to pause, or to load a bucket
-NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
+NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have loaded only their model directory
 DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`
 SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
 NamedTensor = tuple[str, Tensor]
@@ -55,8 +55,8 @@ def num_bytes(bucket: Iterable[NamedTensor]) -> int:
 def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
     """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
 
-    A group of tensors that must stay together (FUSED ones, an fp8 weight and its scales) and is larger than `max_bytes`
-    becomes a bucket of its own.
+    Some tensors must stay together (FUSED ones, an fp8 weight and its scales). If such a group is larger than
+    `max_bytes`, it becomes a separate bucket.
     """
     bucket: list[NamedTensor] = []
     size = 0
@@ -250,8 +250,8 @@ class WeightUpdate:
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
         """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
-        `handles`: URL -> one pickled memory handle per rank of the server, to the bucket's copy of a trainer rank;
-        servers that are missing there read this rank's copy `flat`."""
+        `handles`: URL -> for each rank of the server, a pickled handle to the copy of the bucket that a trainer rank
+        has; servers without an entry read this rank's copy, `flat`."""
         self._begin_sessions()
         payloads = {
             url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]
@@ -272,7 +272,8 @@ class WeightUpdate:
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
-        because they may never receive it. Raise a server's error rather than the broadcast's, which follows from it."""
+        because they may never receive it. If a server failed, raise its error, not the error of the broadcast that the
+        failure caused."""
         if wait(loading, return_when=FIRST_EXCEPTION).not_done:
             wait(loading, timeout=5)
         errors = [error for future in loading if future.done() and (error := future.exception()) is not None]
@@ -331,7 +332,7 @@ class WeightUpdate:
             self._call_all(begin, self._in_session)
 
     def _resume_generation(self) -> None:
-        """Resume generation on all servers, also after a failed update. A server that cannot is only logged."""
+        """Resume generation on all servers, also after a failed update. A server that cannot resume is only logged."""
 
         def resume(url: str) -> None:
             try:
@@ -378,7 +379,7 @@ class WeightUpdate:
 
 
 class AdapterUpdate(WeightUpdate):
-    """One load of an adapter into several servers. A context manager, as `WeightUpdate`, which does not pause.
+    """One load of an adapter into several servers: a context manager like `WeightUpdate`, but without a pause.
 
     A server whose memory was released gets the memory of its weights back, with their values
     (`enable_weights_cpu_backup`), and stays paused until `control.resume_kv_cache`.
@@ -401,8 +402,8 @@ class AdapterUpdate(WeightUpdate):
         for url in self._urls_with_kv_cache:
             if versions[url] not in NEVER_UPDATED:
                 raise EngineError(
-                    f"the engine at {url} has the weights {versions[url]!r} instead of those of its model, on "
-                    "which the adapters are trained: restart it, or use --lora-publish merged"
+                    f"the engine at {url} has the weights {versions[url]!r} instead of its model's own weights, "
+                    "for which the adapters are trained: restart the engine, or use --lora-publish merged"
                 )
         released = [url for url in self.urls if versions[url] == control.RELEASED]
         self._call_all(lambda url: control.resume_weights(url, BASE), released)
@@ -448,7 +449,7 @@ class AdapterUpdate(WeightUpdate):
 
 
 def sha256_of_tensors(flat: FlatBucket) -> dict[str, str]:
-    """Return the name of each tensor of a bucket -> SHA-256 of its bytes, as SGLang computes it."""
+    """Return {name: SHA-256 of the bytes} of each tensor of a bucket, as SGLang computes it."""
     data = flat.flat.to(torch.device("cpu")).numpy()
     return {
         entry.name: hashlib.sha256(data[entry.start_idx : entry.end_idx].tobytes()).hexdigest()

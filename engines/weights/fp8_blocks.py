@@ -1,7 +1,7 @@
 """Block-quantized fp8 weights as in DeepSeek's checkpoints: e4m3 values and one fp32 scale per 128 x 128 block.
 
-Conversions read and write them, and trainers send them to engines whose checkpoint has them. torch is imported inside
-the functions, because preflight counts bytes without it.
+Conversions read and write such weights, and trainers send them to engines whose checkpoint has them. torch is imported
+inside the functions, because preflight uses this module without torch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ QUANTIZATION: dict[str, Any] = {
 
 
 def should_quantize(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether DeepSeek's checkpoints quantize the weight with this Hugging Face name. Quantized are the
+    """Return whether DeepSeek's checkpoints quantize the weight with this Hugging Face name. They quantize the
     projections of attention, MLPs and experts, but not `eh_proj` of multi-token prediction layers."""
     module = name.removesuffix(".weight").rsplit(".", 1)[-1]
     return name.endswith(".weight") and len(shape) == 2 and "_proj" in module and module != "eh_proj"
 
 
 def find_unsupported_entry(quantization: Any) -> str | None:
-    """Return the entry ("name value") of a `quantization_config` that `quantize` does not make, or None."""
+    """Return the first entry ("name value") of a `quantization_config` that differs from what `quantize` makes, or
+    None."""
     if not isinstance(quantization, dict):
         return f"the value {str(quantization)[:40]}"
     for name, value in {**QUANTIZATION, "scale_fmt": None}.items():  # ue8m0: scales that are powers of two
@@ -53,8 +54,8 @@ def find_unsupported_entry(quantization: Any) -> str | None:
 
 
 def mean_bytes_per_weight(shape: ModelShape) -> float:
-    """Return the mean number of bytes of a weight in an fp8 checkpoint of this model, with scales: those for which
-    `should_quantize` is True are in fp8, the others in bf16."""
+    """Return the mean number of bytes of a weight in an fp8 checkpoint of this model, including scales: weights for
+    which `should_quantize` is True are in fp8, the others in bf16."""
     total = num_bytes = 0
     for name, size in tensor_layout(shape).hf_shapes.items():
         quantized = should_quantize(name, size)
@@ -72,7 +73,7 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int] = (BLOCK, BLOCK))
 def fp8_weights(directory: str) -> frozenset[str]:
     """Return the names of the weights that a Hugging Face directory stores in fp8: those with scales.
 
-    The result is cached for the process, which must not see the files change.
+    The result is cached for the life of the process, so the files must not change.
     """
     path = Path(directory)
     if block_size(path) is None:
@@ -81,8 +82,8 @@ def fp8_weights(directory: str) -> frozenset[str]:
 
 
 def dequantize(weight: Tensor, scales: Tensor, first_row: int = 0, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
-    """Return consecutive rows of a quantized weight (e4m3, [r, c]; the first one has the index `first_row` in the whole
-    weight) in bf16, [r, c]. `scales` are those of the whole weight, [blocks of rows, blocks of columns]."""
+    """Return consecutive rows of a quantized weight (e4m3, [r, c]), which begin at row `first_row` of the whole weight,
+    in bf16, [r, c]. `scales` has the scales of the whole weight, [blocks of rows, blocks of columns]."""
     import torch
 
     num_rows, num_columns = weight.shape
@@ -107,7 +108,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight = torch.nn.functional.pad(weight, padding)
     blocks = weight.reshape(rows, BLOCK, columns, BLOCK)
     amax = blocks.abs().amax(dim=(1, 3)).float().clamp(min=_SMALLEST_AMAX)  # [rows, columns]
-    scales = amax / torch.full_like(amax, LARGEST)  # by a number, CUDA multiplies with its rounded reciprocal
+    scales = amax / torch.full_like(amax, LARGEST)  # CUDA would multiply by the rounded reciprocal of a plain number
     quantized = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(rows * BLOCK, columns * BLOCK)
     return quantized[:num_rows, :num_columns].contiguous(), scales
 
@@ -124,8 +125,8 @@ def quantize_weights(named: Iterable[tuple[str, Tensor]], names: Collection[str]
 def keeps_scales(directory: str) -> bool:
     """Return whether quantizing the dequantized weights of an fp8 checkpoint gives the checkpoint's bits again.
 
-    It does if each scale is the largest magnitude of a block of bf16 weights, divided by LARGEST. The scales of other
-    quantizers change by up to a rounding of bf16.
+    It does if each scale is the largest magnitude of a block of bf16 weights, divided by LARGEST. Scales from other
+    quantizers may change by the rounding error of bf16.
     """
     from safetensors import safe_open
 

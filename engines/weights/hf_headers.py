@@ -35,8 +35,8 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-SAMPLED_BYTES = 1 << 30  # weights that preflight reads to find values that are not finite
-# dtype code -> (words of this size, without the sign bit, are NaN or infinite if at least so large)
+SAMPLED_BYTES = 1 << 30  # bytes of weights that preflight reads to find values that are not finite
+# dtype code -> integer type, mask of all bits except the sign, smallest masked value that is NaN or infinite
 NOT_FINITE: dict[str, tuple[Any, int, int]] = {
     "F64": (np.uint64, (1 << 63) - 1, 0x7FF << 52),
     "F32": (np.uint32, (1 << 31) - 1, 0xFF << 23),
@@ -198,8 +198,8 @@ def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) 
     words = np.frombuffer(values, word)
     if words.size and int((words & word(magnitude)).max()) >= limit:
         raise ModelError(
-            f"{path}: {name} has values that are NaN or infinite, which no training recovers from: use an intact "
-            "checkpoint"
+            f"{path}: {name} has values that are NaN or infinite, from which training cannot recover: use an "
+            "intact checkpoint"
         )
 
 

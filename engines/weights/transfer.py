@@ -1,5 +1,6 @@
-"""Transfer a trainer's weights to the engines: which trainer ranks send to which engine, the upload for engines that
-share no file system with the trainer, and the check that every tensor arrived (`--check-weight-update-equal`).
+"""Transfer a trainer's weights to the engines: choose which trainer ranks send to which engine, upload the weights for
+engines without a file system shared with the trainer, and check that every tensor arrived
+(`--check-weight-update-equal`).
 
 Engines load new weights from local directories only, so for an upload the Ray actor of each engine, which runs on the
 engine's machine, downloads the directory.
@@ -52,12 +53,12 @@ class ProcessPlace:
 
     node: str  # Ray's node id; "" if unknown (external engines)
     gpu_ids: tuple[str, ...] = ()  # ids on the node, in the order of the process's ranks; empty on CPU
-    pid: int = 0  # process id on the node, of an engine's node rank 0; 0 if unknown
+    pid: int = 0  # process id on the node (for an engine, of its process with node rank 0); 0 if unknown
     nodes: tuple[str, ...] = ()  # node of each rank of an engine that spans nodes; empty: all ranks are on `node`
 
     @property
     def rank_nodes(self) -> tuple[str, ...]:
-        """Return the node of each rank of the process; of an engine on CPU, the nodes of its server processes."""
+        """Return the node of each rank of the process; for an engine on CPU, the nodes of its server processes."""
         return self.nodes or (self.node,) * max(1, len(self.gpu_ids))
 
 

@@ -14,13 +14,13 @@ class ConvertConfig(StageConfig):
     """Options of the model that a run starts from, and of exports."""
 
     hf_checkpoint: str = option("", mutability="schedule")
-    """Hugging Face directory with config.json, *.safetensors and the tokenizer; the engines start with these weights,
-    and the run, too, unless --load or --ref-load is given."""
+    """Hugging Face directory with config.json, *.safetensors and the tokenizer. The engines start with these weights;
+    so does the policy, unless --load or --ref-load is given."""
 
     load: str | None = option(None, mutability="schedule")
     """Start weights of the policy: a Hugging Face directory, a torch_dist directory of Megatron, or a run's checkpoint
-    (STORE/RUN or STORE/RUN/VERSION). If it is equal to --save or has no checkpoint: --ref-load, else
-    --hf-checkpoint."""
+    (STORE/RUN or STORE/RUN/VERSION). If it is equal to --save or has no checkpoint, the policy starts from --ref-load,
+    else from --hf-checkpoint."""
 
     model_family_path: str | None = option(None, mutability="schedule")
     """FILE.py or module with a user-defined model family (config.json entries, tensor names). Its code is executed."""
@@ -48,7 +48,8 @@ class ConvertConfig(StageConfig):
     """For --load: vocabulary rows of embedding and LM head to export; default: config.json's vocab_size."""
 
     megatron_names: Literal["local", "te"] | None = option(None, mutability="placement")
-    """For --save: tensor names of Megatron's local layers or TransformerEngine's; with --load: export as torch_dist."""
+    """For --save: tensor names as in Megatron's local layers (local) or TransformerEngine's layers (te). With --load:
+    export in torch_dist format."""
 
     megatron_iteration: bool = option(False, mutability="placement")
     """For --load RUN with --megatron-names: name the result as a trainer does, iter_0000020 after 20 rounds, instead of

@@ -1,12 +1,13 @@
-"""Verify a conversion: both formats have the same tensors, shapes match config.json, and converting back reproduces
-every bit.
+"""Verify a conversion in two ways: the tensors (both formats have the same tensors, shapes match config.json, and
+converting back reproduces every bit), and the logits.
 
-Compare logits of a converted model with those of transformers. This verifies that names, shapes and config.json are
-interpreted correctly; equal weights, bit for bit, do not prove that.
+The logits of the converted model are compared with those of transformers. This verifies that names, shapes and
+config.json are interpreted correctly, which equal weights do not prove.
 
-Both models compute a few tokens in fp32 on this machine, one after the other. Of a large model only a part is compared,
-with its own weights: the first and last layers, some experts, some rows of the vocabulary. This bounds time and memory.
-If this part does not fit into memory either, the comparison is skipped, and its result states the reason.
+Both implementations compute a few tokens in fp32 on this machine, one after the other. For a large model only a part is
+compared, to bound time and memory: the first and last layers, some experts, some rows of the vocabulary, with the
+model's own weights. If this part does not fit into memory either, the comparison is skipped, and its result states the
+reason.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class ConversionReport:
 def verify_existing(
     store: Store, commit: Commit, hf_dir: str | Path, family_path: str | None = None
 ) -> ConversionReport:
-    """Compare names, shapes, bits and logits of a converted model with its Hugging Face source. Checks that the commit
-    records as done during the conversion are not repeated."""
+    """Compare names, shapes, bits and logits of a converted model with its Hugging Face source. Checks that were done
+    during the conversion, according to `commit`, are not repeated."""
     with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
         shape, summary = read_shape(hf_dir, family_path), commit.summary
         if "convert/num_tensors" in summary:
@@ -160,10 +161,10 @@ def check_bits_equal_source(name: str, weights: HFWeights, tensor: Tensor) -> No
 NUM_TOKENS = 48
 # maximum difference of log-probabilities; fp32 rounding gives 1e-6 in a tiny model and 1e-4 in a large one
 TOLERANCE = 1e-3
-MAX_WHOLE_PARAMETERS = 100_000_000  # of larger models only a part is compared
-MAX_PARAMETERS = 1_000_000_000  # a larger part is compared without the last layer
+MAX_WHOLE_PARAMETERS = 100_000_000  # only a part of a model with more parameters is compared
+MAX_PARAMETERS = 1_000_000_000  # if the part has more parameters, it is compared without the last layer
 MAX_VOCABULARY = 4096
-BYTES_PER_PARAMETER = 10  # of memory: fp32 weight, source tensor (at most fp32), and 25% reserve
+BYTES_PER_PARAMETER = 10  # bytes of memory: fp32 weight, source tensor (at most fp32), and 25% reserve
 
 
 @dataclass(frozen=True)

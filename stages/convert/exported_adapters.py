@@ -1,6 +1,8 @@
-"""Export LoRA adapters: as a PEFT directory, or merged with their base into full weights; and import a PEFT directory.
+"""Export LoRA adapters as a PEFT directory, or merged with their base weights into full weights; import a PEFT
+directory.
 
-The checkpoint of a run with adapters has only these; its commit names the base, a converted model or a checkpoint.
+The checkpoint of a run with adapters has only the adapters; its commit names the base weights, which are a converted
+model or another checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from penstock.storage.store import Store
 
 
 class StoredAdapters:
-    """The adapters of a checkpoint that has only these."""
+    """The adapters of a checkpoint that has only adapters."""
 
     def __init__(self, directory: Path, shape: ModelShape, options: LoraOptions) -> None:
         self.options, self.layout = options, tensor_layout(shape)
@@ -76,7 +78,7 @@ class StoredAdapters:
 
 
 class MergedWeights:
-    """The full weights of a base with adapters added, read one at a time, as `TorchDistWeights`."""
+    """Base weights with adapters added to them, read one parameter at a time as from `TorchDistWeights`."""
 
     def __init__(self, base: TorchDistWeights, adapters: StoredAdapters) -> None:
         self.base, self.adapters, self.meta = base, adapters, base.meta
@@ -94,7 +96,9 @@ def base_commit(store: Store, checkpoint: Commit) -> Commit:
     key = checkpoint.inputs["base"]
     data = store.read(key)
     if data is None:
-        raise ModelError(f"{checkpoint.attempt} has adapters of {key}, which is not in the store: restore it")
+        raise ModelError(
+            f"{checkpoint.attempt} has adapters for the weights {key}, which are not in the store: restore them"
+        )
     return Commit.model_validate_json(data)
 
 
@@ -144,7 +148,7 @@ def export_peft(store: Store, checkpoint: Commit, shape: ModelShape, base_model:
 
 def import_peft(store: Store, path: str) -> CheckpointRef:
     """Copy a PEFT directory to the store's models, so that a run can start from it again, and return its reference.
-    Call `check_peft_directory` before."""
+    Call `check_peft_directory` first."""
     digest, source = xxhash.xxh3_128(), Path(path)
     for name in (CONFIG, WEIGHTS):
         digest.update((source / name).read_bytes())

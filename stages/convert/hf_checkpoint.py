@@ -143,7 +143,7 @@ class HFWeights:
 
     def _pop_fp8_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, TensorLocation]]:
         """Remove the scales of fp8 weights from `info`, and return their dtype, shape and location by weight name.
-        Raises ModelError for any quantization but block-quantized fp8."""
+        Raises ModelError for any quantization except block-quantized fp8."""
         quantized = [name for name, location in self.locations.items() if location.dtype not in DTYPES]
         for name in quantized:
             location, shape, scales = self.locations[name], self.info[name].shape, self.info.get(name + SCALE)
@@ -233,7 +233,7 @@ class ShardFile:
         self._digest, self._num_hashed = xxhash.xxh3_128(header), len(header)
         self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
         self._file.write(header)
-        self._written_back = 0  # file position up to which the kernel writes to the disk
+        self._written_back = 0  # file position up to which the kernel was told to write to the disk
 
     def __enter__(self) -> ShardFile:
         return self
@@ -246,7 +246,7 @@ class ShardFile:
         """Write a tensor of the shard, which may be on a GPU."""
         info, offset = self._missing.pop(name)
         assert (tensor.dtype, tuple(tensor.shape)) == (info.dtype, info.shape), (
-            f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, but the planned one is {info}"
+            f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, but the plan of the file has {info}"
         )
         start = self._start + offset
         is_next = start == self._num_hashed

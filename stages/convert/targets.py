@@ -1,5 +1,5 @@
 """Targets of conversions: the models of a store, or a directory or URI. Also functions for directories that contain a
-model, among them those that copy its assets (all files but weights) and hash it. Does not import torch.
+model, for instance to copy its assets (all files except weights) and to hash it. Does not import torch.
 
 Both targets write to a private attempt first and publish the complete result at the end. After a kill, the same
 command continues its unfinished attempt. The records of finished work items are stored next to the attempt, under a
@@ -36,7 +36,7 @@ METADATA = ".metadata"  # torch's index of a checkpoint; copied from `checkpoint
 CARRIED = "carried.safetensors"
 ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
 NAMED_TEMPLATES = "additional_chat_templates"  # directory of chat templates that are chosen by name
-DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # travel with a model
+DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # copied with a model
 NUM_HASH_THREADS = 4
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -46,7 +46,7 @@ class StoreTarget:
     """The model `models/<identity>` in a store, shared by all runs that start from the same source files."""
 
     store: Store
-    name: str  # of the attempt; equal for the same source and options
+    name: str  # name of the attempt; equal for the same source and options
 
     def __post_init__(self) -> None:
         self.attempt = f"models/attempt-{self.name}"  # key prefix of the written files
@@ -208,7 +208,7 @@ def full_disk_as_store_error(store: Store) -> Iterator[None]:
         if error.errno not in _DISK_FULL:
             raise
         raise StoreError(
-            f"no room is left in {store.root} ({error.strerror}): free some space and run the same command again "
+            f"no room is left in {store.root} ({error.strerror}): free some space, then run the same command again "
             "to resume"
         ) from error
 
@@ -284,8 +284,8 @@ def record_fingerprint(store: Store, stat_hash: str, fingerprint: str) -> None:
 
 
 def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool:
-    """Return whether `model`, in the store, was converted from the files that `directory` still has. False if only a
-    conversion can tell, because the directory was written or copied since."""
+    """Return whether the store's `model` was converted from the files that are in `directory` now. False if this is
+    unknown without a conversion, because the directory has been written or copied since."""
     if is_converted(directory):
         record = read_record(*open_parent_store(directory))
         source = record.state.get("identity") if record else None

@@ -65,21 +65,21 @@ if TYPE_CHECKING:
 
 
 SHARD_BYTES = 5_000_000_000
-NUM_THREADS = 4  # that read a checkpoint; each holds up to three copies of a parameter
-# Exported in its own dtype, because rounding it to bf16 would change which experts are selected: name in Megatron, and
-# in Hugging Face's multi-token prediction layers, which are copied.
+NUM_THREADS = 4  # threads that read a checkpoint; each holds up to three copies of a parameter
+# Names of the routers' correction bias, in Megatron and in Hugging Face's multi-token prediction layers. It is exported
+# in its own dtype, because rounding it to bf16 would change which experts are selected.
 KEEPS_DTYPE = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
 
 
-ParameterSource = TorchDistWeights | MergedWeights  # of full Megatron parameters, read one at a time
+ParameterSource = TorchDistWeights | MergedWeights  # reads full Megatron parameters one at a time
 
 
 @dataclass(frozen=True)
 class Origin:
     """The model that a checkpoint belongs to, and the options of its export."""
 
-    directory: Path  # with config.json and tokenizer, which are copied into the export
-    dtype: ExportDtype | None = None  # of exported weights; None: as in the checkpoint
+    directory: Path  # directory with config.json and tokenizer, which are copied into the export
+    dtype: ExportDtype | None = None  # dtype of exported weights; None: as in the checkpoint
     vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
     # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
     mtp: Mtp = "skip"
@@ -102,7 +102,7 @@ class ExportFile:
     """A work item: one weight file of the export."""
 
     shard: Shard
-    # per group of the shard: name of a Megatron parameter, or of a tensor copied from the origin
+    # for each group of the shard: name of a Megatron parameter, or of a tensor copied from the origin
     sources: tuple[str, ...]
 
     @property
@@ -217,7 +217,7 @@ class ExportPlan:
 
     def _convert_parameter(self, source: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of the exported tensors of `source`, whose value is `parameter`, in the dtype of the
-        export; of tensors that are quantized to fp8, also the scales."""
+        export; for tensors that are quantized to fp8, also their scales."""
         for name, tensor in self._split(source, parameter):
             planned = self._plan_tensor_and_scales(source, name, tensor)
             if len(planned) == 1:
@@ -259,7 +259,7 @@ def _open_carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | N
 
 # ---- export ----------------------------------------------------------------------------------------------------------
 
-FORMAT = 2  # version of unfinished exports; those of another version are not resumed
+FORMAT = 2  # format version of unfinished exports; unfinished exports of another version are not resumed
 
 
 def export_hf(
@@ -428,7 +428,7 @@ def checkpoint_fingerprint(checkpoint: Commit | str) -> str:
 def open_weights(
     store: Store, checkpoint: Commit | str | Path, origin: Origin, layout: CheckpointLayout
 ) -> Iterator[ParameterSource]:
-    """Yield the full weights of a checkpoint, read one at a time; adapters are added to their base."""
+    """Yield the full weights of a checkpoint, read one at a time; adapters are merged into their base weights."""
     adapters = adapter_options(checkpoint)
     with ExitStack() as stack:
         source = stack.enter_context(checkpoint_files(store, checkpoint))

@@ -71,13 +71,13 @@ from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
 
-FORMAT = 2  # version of unfinished conversions; those of another version are not resumed
-COPY_FORMAT = 1  # the version of unfinished copies of torch_dist checkpoints, in the same way
+FORMAT = 2  # format version of unfinished conversions; unfinished conversions of another version are not resumed
+COPY_FORMAT = 1  # format version of unfinished copies of torch_dist checkpoints, used in the same way
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """The options, besides the source, that determine the result of a conversion."""
+    """The options that, together with the source, determine the result of a conversion."""
 
     mtp: Mtp = "skip"  # whether to store the tensors of multi-token prediction layers
     save: str | None = None  # directory or URI for the result, in place of the store
@@ -111,8 +111,8 @@ class Conversion:
     target: Target
     work_items: WorkItems[SourceHash | WorkUnit]
     options: ConversionOptions
-    stat_hash: str  # of the source files
-    fingerprint: str | None  # of the source files; None: computed during the conversion
+    stat_hash: str  # hash of sizes and times of the source files (`targets.stat_hash`)
+    fingerprint: str | None  # fingerprint of the source files; None: computed during the conversion
     untrained: tuple[str, ...]  # names of source tensors that Megatron's model does not have
     untrained_bytes: int
     started_at: float = field(default_factory=time.time)
@@ -294,8 +294,8 @@ def _write_index(
     names: MegatronNames,
     spans: list[tuple[WorkUnit, tuple[tuple[int, int], ...]]],
 ) -> None:
-    """Write the index of a checkpoint, and the files that it has in common with all others of the model."""
-    if isinstance(target, StoreTarget):  # only Penstock reads stores; it needs no extra states
+    """Write the index of a checkpoint and the two common files that Megatron needs (`write_common_files`)."""
+    if isinstance(target, StoreTarget):  # only Penstock reads stores, and it does not need `_extra_state`
         iteration, objects = 0, []
     else:
         iteration, objects = target.iteration or 0, checkpoint.extra_state_keys(names)
@@ -349,8 +349,10 @@ def export_megatron(
 ) -> CheckpointRef:
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
-    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `iteration`: training
-    iteration whose checkpoint the directory has; None: an untrained one (`release`).
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `iteration`: number of
+    training iterations that Megatron shall find in the directory: the weights are written into a subdirectory such as
+    `iter_0000020`. None: they are written into the subdirectory `release`, Megatron's name of a checkpoint to start
+    training from.
     """
     target, identity = export_target(store, checkpoint, origin, save, names, iteration)
     if existing := target.find_published(identity):
@@ -365,8 +367,8 @@ def export_target(
     """Return the target of `export_megatron`, and the identity of its result."""
     if adapter_options(checkpoint) is not None:
         raise OptionError(
-            "the checkpoint has LoRA adapters, which are merged only in Hugging Face files: use --format hf, and "
-            "convert the result"
+            "the checkpoint has LoRA adapters, which can be merged only in an export of Hugging Face files: export it "
+            "with --format hf, and convert the result"
         )
     identity = _identity_of_copy(checkpoint, origin, names) + ("" if iteration is None else f"-{iteration}")
     return DirectoryTarget(save, "torch_dist", identity, store.options, iteration), identity

@@ -56,7 +56,7 @@ from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
 from penstock.storage.errors import ModelError
 
-UNIT_BYTES = 512 << 20  # so small that a unit is synced to disk while others are written
+UNIT_BYTES = 512 << 20  # small enough that one unit is synced to disk while others are written
 EMPTY_OBJECT = "extra_state.distcp"  # the file of the empty `_extra_state` objects
 _STRIDE = 1 << 40  # offset between the row numbers of two source tensors of a parameter
 LOCAL_HEADER = 30  # bytes of a zip member's local header, without its name and extra field
@@ -334,7 +334,7 @@ def plan_units(
     every process plans the same units for the same source."""
     runs = _RunFinder(layout, weights.info)
     files = {path: index for index, path in enumerate(weights.files)}
-    placed: list[tuple[tuple[int, int], Slice]] = []  # with the (file, offset) of the rows that come last in the source
+    placed: list[tuple[tuple[int, int], Slice]] = []  # ((file, offset) of the slice's last rows in the source, slice)
     for name, pieces in checkpoint.slices.items():
         dtype, shape = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name)
         whole = runs.find_source_rows(name)

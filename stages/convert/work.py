@@ -27,11 +27,11 @@ REPORT_INTERVAL = 0.2  # seconds between two reports of progress
 
 
 class WorkRecord(Frozen):
-    """What a finished work item has written or computed."""
+    """Record of a finished work item: the files that it wrote, or the hash that it computed."""
 
     files: tuple[FileRecord, ...] = ()
-    spans: tuple[tuple[int, int], ...] = ()  # of a checkpoint's file: (first byte, length) of each slice
-    xxh3: str = ""  # of a source file that was only hashed
+    spans: tuple[tuple[int, int], ...] = ()  # for a checkpoint file: (first byte, length) of each slice
+    xxh3: str = ""  # for a source file that was only hashed: its hash
 
 
 class WorkItem(Protocol):
@@ -94,8 +94,8 @@ class WorkItems(Generic[W]):
     def run(self, process: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
         """Run the unfinished items among `items[rank::num_ranks]`, in several threads.
 
-        `process` returns the record of one item, and must add the item's bytes to `progress`; this method adds those of
-        the items that an earlier start of the conversion has finished.
+        `process` returns the record of one item, and must add the item's bytes to `progress`; this method adds the
+        bytes of items that were finished before a restart of the conversion.
         """
         items = self.items[rank::num_ranks]
         unfinished = {item.name for item in self.unfinished_items(items)}
@@ -114,7 +114,7 @@ class WorkItems(Generic[W]):
             disk.map_in_threads(run_item, items, min(NUM_THREADS, len(os.sched_getaffinity(0)) + 1))
 
     def unfinished_items(self, items: Sequence[W] | None = None) -> list[W]:
-        """Return those of `items` (default: all) that have no record, or whose files are missing."""
+        """Return the items in `items` (default: all) that have no record, or whose files are missing."""
         chosen = self.items if items is None else items
         return [item for item, record in zip(chosen, self._records(chosen), strict=True) if record is None]
 

@@ -18,8 +18,8 @@ _METRIC = re.compile(
 
 
 def is_eval_metric(metric: str, name: str, *, any_suffix: bool = False) -> bool:
-    """Return whether `metric` is a metric of the data set `name` (scores.py); with `any_suffix` also whether it may be
-    one that a user-defined function adds."""
+    """Return whether `metric` is a metric of the data set `name` that scores.py computes; with `any_suffix`, return
+    True also for names that a user-defined evaluation may add (`eval/<name>` with any suffix)."""
     start, suffix = f"eval/{name}", metric.removeprefix(f"eval/{name}")
     return metric.startswith(start) and bool(
         _METRIC.fullmatch(suffix) or (any_suffix and len(suffix) > 1 and suffix[0] in "-/")
@@ -42,11 +42,11 @@ class EvalConfig(StageConfig):
     """Do not evaluate before the first round."""
 
     eval_mode: Literal["between", "apart"] = option("between", mutability="schedule")
-    """between: evaluate on the engines of the rollouts, between two weight updates; apart: on engines of their own,
-    while training continues."""
+    """between: evaluate on the engines of the rollouts, between two weight updates; apart: on separate engines, while
+    training continues."""
 
     eval_num_engines: int = option(1, mutability="placement", ge=1)
-    """With --eval-mode apart: the last N of the run's engines only evaluate."""
+    """With --eval-mode apart: number of the run's engines that only evaluate (the last ones)."""
 
     n_samples_per_eval_prompt: int = option(1, mutability="schedule", ge=1)
     """Responses per prompt."""
@@ -73,7 +73,7 @@ class EvalConfig(StageConfig):
     """Column with tool definitions; default: --tool-key."""
 
     eval_max_context_len: int | None = option(None, mutability="schedule", ge=2)
-    """Maximum tokens of prompt and response together; default: --rollout-max-context-len."""
+    """Maximum number of tokens of prompt and response together; default: --rollout-max-context-len."""
 
     eval_rm_type: str | None = option(None, mutability="schedule")
     """Built-in reward; default: the reward of the rollout."""
@@ -85,19 +85,23 @@ class EvalConfig(StageConfig):
     """A response passes if its reward is at least this; needed for pass@k unless every reward is 0 or 1."""
 
     promote_to: str | None = option(None, mutability="schedule")
-    """Model of the registry: after the last round, the last policy becomes its champion if it is better."""
+    """Name of a model in the registry of champions: after the last round, the last policy becomes the champion of this
+    model if it is better than the current one."""
 
     promote_data_set: str | None = option(None, mutability="schedule")
-    """Data set that decides about the promotion; default: the first one of --eval-prompt-data."""
+    """Data set on which candidate and champion are compared for a promotion; default: the first data set of
+    --eval-prompt-data."""
 
     promote_margin: float = option(0.0, mutability="schedule", ge=0)
-    """The lower bound of the 95 % interval of the difference to the champion's reward must be above this."""
+    """Condition of a promotion: the lower bound of the 95 % confidence interval of the candidate's reward minus the
+    champion's must be above this."""
 
     promote_guards: dict[str, float] = option(default_factory=dict, mutability="schedule")
-    """Data sets on which the policy may be worse than the champion by less than this, at the lower bound."""
+    """Condition of a promotion: data sets, each with the amount by which the candidate may be worse than the champion
+    (lower bound of the 95 % confidence interval of the difference)."""
 
     promote_min_reward: float | None = option(None, mutability="schedule")
-    """The mean reward of the first champion must be above this."""
+    """Condition of a promotion if the model has no champion yet: the candidate's mean reward must be above this."""
 
     promote_refused: Literal["warn", "fail"] = option("warn", mutability="schedule")
     """If the promotion is refused: warn, or fail the flow run after everything else is done."""

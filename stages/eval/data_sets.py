@@ -27,8 +27,8 @@ _YAML = (".yaml", ".yml", ".json")  # endings of names; JSON is YAML
 
 
 class DataSetSettings(BaseModel):
-    """Sampling and scoring settings of a data set; None = the value in the file's [defaults], else of the
-    --eval-* flag, else of the rollout's option."""
+    """Sampling and scoring settings of a data set. None: use the value in the file's [defaults], else that of the
+    --eval-* flag, else that of the rollout's option."""
 
     model_config = StageConfig.model_config
 
@@ -50,7 +50,7 @@ class DataSetSettings(BaseModel):
     def _refuse_boolean_and_empty(cls, value: Any) -> Any:
         """Refuse booleans, which pydantic would convert to numbers, and ""."""
         if isinstance(value, bool):
-            raise ValueError("no setting is true or false: give a number or text")
+            raise ValueError("a setting cannot be true or false: give a number or text")
         if value == "":
             raise ValueError("give a value, or remove the line")
         return value
@@ -95,8 +95,8 @@ def read_eval_file(path: str) -> EvalFile:
 
 
 def _parse_eval_yaml(text: str) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file as that of a TOML file. Everything may be below `eval`, and `datasets`
-    may map names to settings."""
+    """Return the content of a YAML or JSON file in the structure of the TOML file. In YAML, everything may be below the
+    key `eval`, and `datasets` may be a mapping from names to settings."""
     try:
         values = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

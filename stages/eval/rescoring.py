@@ -38,7 +38,8 @@ class Scoring:
 
     @property
     def hash(self) -> str:
-        """Return the hash that names the rescored evaluation: of these settings and of a user-defined reward's file."""
+        """Return the hash that names the rescored evaluation: of these settings, and of the file of a user-defined
+        reward."""
         parts = [asdict(self), _source_digest(self.custom_rm_path)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -49,7 +50,7 @@ class StoredEval:
 
     keys: RunKeys
     version: int
-    name: str  # of the data set
+    name: str  # name of the data set
 
     @property
     def prefix(self) -> str:

@@ -26,8 +26,8 @@ the mean over these answers.
 
 `compare_rewards` is a paired comparison on the same prompts: the mean difference with its bootstrap interval. The
 bootstrap resamples the prompts' differences. The difficulty of a prompt cancels in its difference, so the interval is
-narrower than the intervals of the two evaluations suggest. The gate of a promotion: is a candidate better than the
-champion on one data set, and not worse on others?
+narrower than the intervals of the two evaluations suggest. `check_gate` uses it to decide on a promotion: the candidate
+must be better than the champion on one data set, and not worse on others.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ LOW, HIGH = "-ci_low", "-ci_high"  # suffixes of the metrics with the bounds of 
 
 
 def bootstrap_intervals(sums: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lower and upper bounds [metrics] of the 95% confidence intervals of several metrics, each a mean over
-    the same prompts, from the sum [prompts, metrics] and the number [prompts, metrics] (None = 1) of each prompt's
-    values."""
+    """Return the lower and upper bounds, [metrics] each, of the 95% confidence intervals of several metrics. Each
+    metric is a mean over the values of all prompts: `sums` [prompts, metrics] has the sum of each prompt's values,
+    `weights` [prompts, metrics] their number (None: 1)."""
     num_prompts = len(sums)
     weights = np.ones_like(sums) if weights is None else weights
     random = np.random.default_rng(_SEED)
@@ -186,7 +186,7 @@ def _means_with_intervals(sums: dict[str, np.ndarray], weights: dict[str, np.nda
 
 # ---- majority@k ------------------------------------------------------------------------------------------------------
 
-MAX_SUBSETS = 200  # maximum number of subsets of k samples that vote; if there are more, a random choice of them
+MAX_SUBSETS = 200  # maximum number of subsets of k samples that vote; if there are more, they are chosen at random
 _MAX_RESPONSE = 20_000  # characters at the end of a response that are read
 _MAX_ANSWER = 300  # characters of an answer that are compared
 _NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -332,12 +332,12 @@ class Gate:
 
     data_set: str
     margin: float = 0.0  # the candidate must be better by more than this: lower bound of the difference's 95 % interval
-    guards: Mapping[str, float] = field(default_factory=dict)  # data set -> by how much the candidate may be worse
+    guards: Mapping[str, float] = field(default_factory=dict)  # data set -> amount by which the candidate may be worse
     min_reward: float | None = None  # the mean reward of the first champion must be above this
 
 
 def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evaluations | None) -> list[Condition]:
-    """Return every condition of a promotion with its numbers."""
+    """Return every condition of a promotion with the measured numbers and whether it is met."""
     required = {gate.data_set: gate.margin} | {name: -tolerance for name, tolerance in gate.guards.items()}
     for title, evaluations in (("candidate", candidate), ("champion", champion)):
         if evaluations is not None and (missing := [name for name in required if name not in evaluations]):

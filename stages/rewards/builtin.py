@@ -1,5 +1,5 @@
-"""The built-in rewards, which hub.py lists and docs/rewards.md describes. No text of a model is executed, the work is
-bounded, and only `remote_rm` uses the network.
+"""The built-in rewards, which hub.py lists and docs/rewards.md describes. They never execute text that a model wrote,
+their work is bounded, and only `remote_rm` uses the network.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def deepscaler(sample: Sample, evaluated_integers: bool = False) -> float:
 # 1 if the last `Answer: ...` of the response equals the label, else -1 (DAPO, arXiv 2503.14476). The label must be a
 # number. Both are compared as text after Minerva's normalization (arXiv 2206.14858, appendix D).
 
-_MAX_CHARACTERS = 300  # of a label, and at the end of a response
+_MAX_CHARACTERS = 300  # number of characters that are read: of a label, and at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _UNITS = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "points", "feet", "minutes",

@@ -47,8 +47,8 @@ class CustomReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether the reward is an async function, so that many calls run concurrently. Any other reward may return
-        awaitables, too, but is called one at a time, because the call itself may block."""
+        """Return whether the reward is an async function, so that many calls can run concurrently. Other rewards may
+        also return awaitables, but are called one at a time, because the call itself may block."""
         target = getattr(self.target, METHOD) if self.is_class else self.target
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
@@ -107,7 +107,7 @@ def _model_path_parameter(constructor: Callable[..., Any]) -> inspect.Parameter 
 
 
 async def await_all(value: Any) -> Any:
-    """Return what `value` is when it and the entries of the list that it is or becomes have been awaited."""
+    """Return `value`, awaited if it is awaitable; if the result is a list, its awaitable entries are awaited, too."""
     while inspect.isawaitable(value):
         value = await value
     return [await await_all(entry) for entry in value] if isinstance(value, list | tuple) else value
@@ -122,9 +122,9 @@ async def await_rewards_in_turn(function: Callable[..., Any], args: Any, samples
 
 
 class CheckedReward(NamedTuple):
-    """What a check of a user-defined reward returns."""
+    """The result of checking a user-defined reward."""
 
-    path: str  # with the name of the function or class
+    path: str  # path of the reward, including the name of the function or class
     is_class: bool
 
 

@@ -183,7 +183,7 @@ class GradingProcess:
         """Submit `samples` as one job, and return one future outcome per sample."""
         futures: list[Future[Outcome]] = [Future() for _ in samples]
         for future in futures:
-            future.set_running_or_notify_cancel()  # a caller that cancels it must not stop the grading of others
+            future.set_running_or_notify_cancel()  # so a caller cannot cancel it: the job also grades other samples
         # Do not send routed_experts and teacher_logprobs: they are large, and rewards do not read them.
         samples = [replace(sample, routed_experts=None, teacher_logprobs=None) for sample in samples]
 
@@ -201,7 +201,8 @@ class GradingProcess:
         return futures
 
     def _outcome_of_lost_process(self, lost: WorkerLost) -> Outcome | PluginError:
-        """Return the outcome of the job that the process was running; if it has not started, the error of all jobs."""
+        """Return the outcome of the job that the lost process was running; if the process had not started, return the
+        error that fails all jobs."""
         settings = self.settings
         name = settings.custom_rm_path or settings.rm_type or "the row's reward"
         if lost.limit is not None:

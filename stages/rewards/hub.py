@@ -1,5 +1,5 @@
-"""Define the settings of grading, select the reward that grades a sample, and list the built-in rewards;
-docs/rewards.md describes each.
+"""Define the settings of grading, select the reward that grades a sample, and list the built-in rewards, which
+docs/rewards.md describes.
 
 The reward of a sample is named by the first of these that is set: `custom_rm_path` in the row's metadata,
 --custom-rm-path, `rm_type` in the row's metadata, --rm-type.
@@ -49,7 +49,7 @@ class RewardSettings:
     rm_url: str | None = None  # server of remote_rm
     rm_model_path: str | None = None  # constructor argument of a class at custom_rm_path
     arguments: dict[str, Any] = field(default_factory=dict)  # attributes of the `args` of a user-defined function
-    allow_row_code: str | None = None  # package whose functions rows may name as rewards; None: rows may name none
+    allow_row_code: str | None = None  # package whose functions data rows may name as rewards; None: not allowed
     evaluated_integers: bool = False  # `math` and `deepscaler`: an integer label requires a number as the answer
     required_package: str | None = None  # package that must define the function at custom_rm_path
 

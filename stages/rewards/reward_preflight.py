@@ -83,15 +83,16 @@ def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
         raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
     if base_name in _COMPARES_LABEL and _is_json_of_texts(row.label):
         raise RewardError(
-            f"the label {row.label:.100} is a JSON value with several texts, and the reward {name} compares one text: "
-            "name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
+            f"the label {row.label:.100} is a JSON value with several texts, but the reward {name} compares only one "
+            "text: name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
         )
     if base_name in _CHECK_LABEL:
         _CHECK_LABEL[base_name](row)
 
 
 def _is_json_of_texts(label: str) -> bool:
-    """Return whether a label is a JSON object, or a JSON array with texts: a label of such a column is JSON text."""
+    """Return whether a label is a JSON object or a JSON array with texts. (Labels of columns with such values are read
+    as JSON.)"""
     try:
         value = json.loads(label) if label.strip()[:1] in ("{", "[") else None
     except (ValueError, RecursionError):
@@ -109,16 +110,16 @@ def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow]
         prompts = [row.prompt for row, reward in zip(graded, rewards) if reward == name]
         if text and not any(text.lstrip("\\") in source for source in [template, *prompts]):
             return (
-                f"the reward {name} grades only the answer that a response has in {text}, and none of the first "
+                f"the reward {name} grades only the answer that a response has in {text}, but none of the first "
                 f"{len(prompts)} prompts contains {text}: unless the model writes it without being asked, all rewards "
-                "will be equal and nothing is learned; ask for it in the prompts, or use another reward"
+                "will be equal and nothing will be learned; ask for it in the prompts, or use another reward"
             )
     return None
 
 
 def unrewarded_labels_warning(options: RolloutConfig, rows: Sequence[RewardRow]) -> str | None:
-    """Return a warning if a built-in reward gives none of the rows more than the lowest reward, not even to a response
-    that consists of the label. Otherwise return None."""
+    """Return a warning if a built-in reward gives the lowest reward in every row, even to a response that consists of
+    the label. Otherwise return None."""
     graded = [
         (row, name)
         for row in rows
@@ -153,8 +154,9 @@ def try_reward_on_test_samples(
     """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
 
     The response of a test sample is empty, the label, or the label in \\boxed{}. Return the response and the outcome of
-    each test sample; none if the reward is a server's. Some outcomes may be errors, because test samples may differ
-    from real ones; RewardError is raised if all are. `arguments`: attributes of the `args` of a user-defined reward.
+    each test sample, or nothing if a server computes the reward. Some outcomes may be errors, because test samples may
+    differ from real ones; RewardError is raised if all are errors. `arguments`: attributes of the `args` of a
+    user-defined reward.
     """
     samples = _make_test_samples(rows, same_group=options.group_rm)
     if not samples:

@@ -23,7 +23,7 @@ class CollectedGroups:
     """The groups of a round, each in one of three lists, which are sorted by group id (the prompt order)."""
 
     kept: list[Group] = field(default_factory=list)  # trained on in this round
-    buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
+    buffered: list[Group] = field(default_factory=list)  # kept for later rounds: finished but not needed, or aborted
     dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
     num_batches: int = 0  # number of sampling batches requested from the data source
     metrics: dict[str, float] = field(default_factory=dict)  # returned by a user-defined rollout function
@@ -74,18 +74,18 @@ async def collect_groups(
 
 @dataclass(eq=False)
 class Flight:
-    """A group from its start to its use."""
+    """A group from the start of its generation until it is used."""
 
-    prompts: Group  # without responses, to start it again
-    version: int = 0  # policy version at its start; of a group that was finished before, that of its first token
-    group: Group | None = None  # with responses and rewards, once it is finished
+    prompts: Group  # the group without responses, to start it again
+    version: int = 0  # policy version at its start; if it had responses already, their oldest policy version
+    group: Group | None = None  # the group with responses and rewards, once it is finished
 
 
 @dataclass(eq=False)
 class GroupsInFlight:
     """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
-    started is in one place: `running`, `finished`, or `dropped` with a reason. After `num_needed` finished groups,
-    others finish without the filter; None: no limit."""
+    started is in one place: `running`, `finished`, or `dropped` with a reason. Once `num_needed` groups are finished
+    (None: no limit), the filter is not called for later ones."""
 
     runner: GroupRunner
     filter: GroupFilter
@@ -95,12 +95,12 @@ class GroupsInFlight:
     running: dict[Flight, asyncio.Task[None]] = field(default_factory=dict)
     finished: list[Flight] = field(default_factory=list)  # the group that finished first comes first
     dropped: list[tuple[Group, str]] = field(default_factory=list)
-    idle_seconds: float = 0.0  # without a group in flight, since the caller set it to 0
+    idle_seconds: float = 0.0  # time without a group in flight, since the caller set this to 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     idle_since: float | None = None  # set while no group is in flight
 
     def start(self, flight: Flight, group: Group) -> None:
-        """Start a group: `flight.prompts`, or those prompts with responses of an earlier round."""
+        """Start to generate `group`: `flight.prompts`, possibly with responses from an earlier round."""
         self.running[flight] = self.tasks.create_task(self._finish(flight, group))
         self.count_idle_seconds()
 
@@ -121,11 +121,11 @@ class GroupsInFlight:
         keeps, reason, is_needed = True, "", self._needs_more()
         if is_needed:
             decision = await self.filter(group)
-            num_open = len(self.finished) + len(self.running)  # with this one
+            num_open = len(self.finished) + len(self.running)  # including this group
             is_insufficient = self.num_needed is not None and num_open <= self.num_needed
             keeps = decision.keep or (decision.keep_when_insufficient and is_insufficient)
             reason, is_needed = str(decision.reason), self._needs_more()
-        del self.running[flight]  # without an `await` up to the end: others must find every group in one place
+        del self.running[flight]  # no `await` from here to the end: other coroutines must find every group in one place
         self.count_idle_seconds()
         self.changed.set()
         if not keeps:
@@ -208,7 +208,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
     async def store_result() -> None:
         """Store the result here, not in a task: with Python 3.11 `asyncio.run` passes its task to `signal.signal`,
-        which formats it with its result. Twice for each round: 1.3 s for 512 samples of 1,024 tokens."""
+        which formats the task with its result, twice per round: 1.3 s for 512 samples of 1,024 tokens."""
         results.append(await coroutine)
 
     try:

@@ -65,12 +65,12 @@ class PromptConfig(StageConfig):
     """Seed of --rollout-shuffle, and the sampling seed of each prompt's first sample with --rollout-sampling-seeds."""
 
     rollout_max_prompt_len: int | None = option(None, ge=1)
-    """Maximum tokens of a prompt; longer prompts are skipped and counted in rollout/num_skipped_prompts. Default: no
-    limit."""
+    """Maximum number of tokens of a prompt; longer prompts are skipped and counted in rollout/num_skipped_prompts.
+    Default: no limit."""
 
     rollout_max_context_len: int | None = option(None, ge=2)
-    """Maximum tokens of prompt and response together; a prompt that leaves no room for a response is skipped. Default:
-    no limit."""
+    """Maximum number of tokens of prompt and response together; a prompt that leaves no room for a response is skipped.
+    Default: no limit."""
 
     streaming_data: bool = option(False, mutability="placement")
     """Keep prompts on disk instead of in memory: write them to files in --data-cache once, and read single rows from
@@ -124,7 +124,7 @@ class GenerationConfig(PromptConfig):
     """PromptConfig plus the options of generation: sampling parameters, and a user-defined generate function."""
 
     rollout_max_response_len: int = option(1024, ge=1)
-    """Maximum tokens of a response."""
+    """Maximum number of tokens of a response."""
 
     rollout_temperature: float = option(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same temperature."""
@@ -156,7 +156,8 @@ class GenerationConfig(PromptConfig):
     forms in docs/generation.md; file.py, file.py:name, pkg.module:name or pkg.module.name."""
 
     max_turns: int = option(8, ge=1)
-    """Maximum turns per sample of a user-defined generate function, which reads it as `args.max_turns`."""
+    """Maximum number of turns per sample. Penstock does not enforce it: a user-defined generate function reads it as
+    `args.max_turns`."""
 
     generate_timeout: float = option(1800.0, mutability="placement", gt=0)
     """Seconds that a user-defined generate function may take for one sample; after that the sample's status is failed.
@@ -189,8 +190,9 @@ class RolloutConfig(GenerationConfig):
     may call the built-in rollout."""
 
     eval_function_path: str | None = option(None, mutability="schedule")
-    """The same for evaluations, called once per data set with evaluation=True. Default: --rollout-function-path if it
-    has the parameter `evaluation`, otherwise the built-in evaluation, which also has the name built-in."""
+    """User-defined function that generates an evaluation, in the form of --rollout-function-path; it is called once per
+    data set with evaluation=True. `built-in`: the built-in evaluation. Default: the function of --rollout-function-path
+    if it has the parameter `evaluation`, otherwise built-in."""
 
     # ---- filtering and buffering of groups ---------------------------------------------------------------------------
 
@@ -236,8 +238,9 @@ class RolloutConfig(GenerationConfig):
     (raw_rewards, rewards)`; estimators use `rewards` as they are, without normalizing them within groups."""
 
     custom_convert_samples_to_train_data_path: str | None = option(None)
-    """User-defined function called in the same place, `f(args, samples) -> dictionary of lists`, whose rows are trained
-    on in place of the samples: tokens, response_lengths, rewards, loss_masks, and others of docs/plugins.md."""
+    """User-defined function called with the graded samples of a round before its commit, `f(args, samples) ->
+    dictionary of lists`; the rows of these lists are trained on in place of the samples. The keys are tokens,
+    response_lengths, rewards, loss_masks, and optional ones (docs/plugins.md)."""
 
     custom_rollout_log_function_path: str | None = option(None, mutability="placement")
     """User-defined function called with the samples of a round before its commit, `f(rollout_id, args, samples,
@@ -245,7 +248,9 @@ class RolloutConfig(GenerationConfig):
     round."""
 
     custom_eval_rollout_log_function_path: str | None = option(None, mutability="placement")
-    """The same for every data set of an evaluation, `f(rollout_id, args, data, extra_metrics)`."""
+    """User-defined function called with the samples of every data set of an evaluation before the commit,
+    `f(rollout_id, args, data, extra_metrics)`; numbers that it adds to extra_metrics become metrics of the
+    evaluation."""
 
     plugin_args: dict[str, Any] = option(default_factory=dict)
     """Further attributes of the `args` of user-defined functions, as JSON or key=value pairs; also the keys of
@@ -271,8 +276,8 @@ class RolloutConfig(GenerationConfig):
     PACKAGE.module:name). Without this option, rows that name one are an error."""
 
     rm_evaluated_integers: bool = option(False)
-    """Rewards math and deepscaler: if the label is an integer, the answer must be a number, not an expression: for the
-    label 391, accept 391 but not 17\\cdot 23."""
+    """For the rewards math and deepscaler: if the label is an integer, accept only a number as the answer, not an
+    expression. For the label 391, 391 is right and 17\\cdot 23 is wrong."""
 
     group_rm: bool = option(False)
     """Call the user-defined reward as `f(args, samples)` with all samples of a prompt; ignored in evaluations."""
@@ -281,12 +286,12 @@ class RolloutConfig(GenerationConfig):
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
-    """With --opd-type sglang: address of an engine with the teacher, such as http://10.0.0.7:30000; its model
-    has the policy's tokenizer. Without it the run starts an engine with the model of --opd-teacher-load."""
+    """With --opd-type sglang: address of an engine with the teacher, such as http://10.0.0.7:30000; its model must have
+    the policy's tokenizer. Default: the run starts an engine with the model of --opd-teacher-load."""
 
     opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
-    """GPUs of the engine that the run starts for --opd-type sglang with --opd-teacher-load, after those of trainer and
-    engines. On a machine without GPUs it is a process on the CPU."""
+    """Number of GPUs of the teacher's engine, which the run starts for --opd-type sglang with --opd-teacher-load; they
+    follow the GPUs of trainer and engines. On a machine without GPUs the engine is a process on the CPU."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number

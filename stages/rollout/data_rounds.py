@@ -4,8 +4,8 @@ Such a round has data-source state, shards and commit in the form of rollout.py,
 the same way. In SFT, only the assistant turns are trained; loss_masks.py locates them.
 
 A torch file (--save-debug-rollout-data) has {"rollout_id": ..., "samples": [...]}, with a dictionary per sample under
-the names of `UserSample`; `penstock` in it has further fields, which a file may lack. It is read once; training reads
-the round's shards. The policy version of a loaded round is -1 (unknown).
+the names of `UserSample`; its optional entry `penstock` has further fields. The file is read once; training reads the
+round's shards. The policy version of a loaded round is -1 (unknown).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piec
     return pieces
 
 
-# Metadata of the run that generated a sample; in another run it would be wrong.
+# Metadata about the run that generated a sample, which is not loaded, because it would be wrong in another run.
 _OF_ORIGIN = ("policy_spans", "start_rollout_id", "num_prompt_tokens")
 
 
@@ -169,9 +169,9 @@ def row_of_sample(sample: Sample, index: int, group_index: int) -> dict[str, Any
 def load_rollout_file(
     path: Path, config: RolloutConfig, *, num_in_step: int, fraction: float | None = None
 ) -> list[list[Sample]]:
-    """Return the groups of samples in a file of --save-debug-rollout-data, checked; their ids are those of the file.
-    With `fraction`, only this fraction of the groups is used: the first and the last ones. Without group indices, a
-    group is `n_samples_per_prompt` consecutive samples. `num_in_step`: --global-batch-size."""
+    """Return the groups of samples in a file written by --save-debug-rollout-data, checked and with the ids that they
+    have in the file. With `fraction`, only this fraction of the groups is used: the first and the last ones. Without
+    group indices, a group is `n_samples_per_prompt` consecutive samples. `num_in_step`: --global-batch-size."""
     content = load_torch_file(path)
     rows = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -201,7 +201,7 @@ def load_rollout_file(
 
 
 def sample_of_row(row: dict[str, Any], index: int, config: RolloutConfig) -> Sample:
-    """Return a row as a sample that is checked as those of user-defined functions."""
+    """Return a row as a sample, with the same checks as for samples of user-defined functions."""
     own = row.get("penstock") or {}
     tokens, prompt = list(row["tokens"]), row.get("prompt", "")
     num_prompt = len(tokens) - int(row["response_length"])
@@ -265,8 +265,8 @@ def loaded_rollout_stage(
 
 
 def number_samples(groups: Sequence[Group], rollout_id: int, state: dict[str, Any]) -> list[Sample]:
-    """Set the ids of all samples: those that the prompts after `state`, the position of the data source, would have.
-    The prompts count as ones of no file, as those of a custom data source. Return the samples."""
+    """Set the ids of all samples to the next ids after the data source's position `state`, and return the samples. Like
+    prompts of a custom data source, their prompts belong to no file."""
     for issue, group in enumerate(groups, state["issued"]):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in group))}
         parts = dict.fromkeys(numbers, 0)

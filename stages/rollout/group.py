@@ -40,11 +40,12 @@ from penstock.storage.secrets import redact
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # finish reason -> status
 TEACHER_TIMEOUT = 600.0  # seconds of one request
-TEACHER_TRIES = 5  # the first is followed by waits of 1, 2, 4 and 8 s
+TEACHER_TRIES = 5  # with waits of 1, 2, 4 and 8 s between them
 TEACHER_CONCURRENCY = 64  # requests in flight
-TEACHER_POLL_SECONDS = 0.5  # between checks whether the server has restarted
+TEACHER_POLL_SECONDS = 0.5  # time between checks whether the server has restarted
 
-# Keeps an engine of the run with the teacher running, and yields a function that returns its address (`Teacher.urls`).
+# Context manager that keeps the run's engine with the teacher running, and yields a function that returns its address
+# (`Teacher.urls`).
 ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
@@ -78,14 +79,14 @@ class GroupRunner:
     hook: Callable[[Sample], None] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
-    num_gpus: int = 1  # of all engines; on a machine without GPUs, the number of engines
+    num_gpus: int = 1  # GPUs of all engines; on a machine without GPUs, the number of engines
     teacher: Teacher | None = None  # computes log-probs in an engine
     stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)
     num_response_tokens: int = 0  # trained tokens generated in this attempt
     adopted: list[str] = field(default_factory=list)  # ids of groups taken from the journal
     last_token_time: float = field(default_factory=time.perf_counter)  # time when the last group was generated
-    counts_before: TokenCounts = field(default_factory=TokenCounts)  # of the generator's requests in earlier rounds
+    counts_before: TokenCounts = field(default_factory=TokenCounts)  # token counts of requests in earlier rounds
 
     @property
     def counts(self) -> TokenCounts:
@@ -93,7 +94,7 @@ class GroupRunner:
         return self.generator.counts - self.counts_before
 
     def begin_round(self, round: RolloutRound, journal: Journal) -> None:
-        """Count what is generated from now on for `round`, and add it to this round's journal."""
+        """Start the token counts of `round`, and add groups that finish from now on to this round's journal."""
         self.round, self.journal, self.counts_before = round, journal, self.generator.counts
         self.generated, self.num_response_tokens, self.adopted = [], 0, []
 
@@ -173,7 +174,7 @@ class GroupRunner:
             samples = [sample for sample in samples if sample.status is not Status.FAILED]
         # Shielded: cancelling this task must not cancel a future whose result the grader will still set.
         futures = [asyncio.shield(asyncio.wrap_future(future)) for future in self.submit(samples)]
-        if self.teacher is not None:  # while the rewards are computed
+        if self.teacher is not None:  # the teacher scores the samples while the rewards are computed
             await self.teacher.score(group)
         for sample, outcome in zip(samples, await asyncio.gather(*futures)):
             outcome.apply(sample)
@@ -234,7 +235,7 @@ class EngineCalls:
     round: RolloutRound
     loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
     fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
-    counts: TokenCounts = field(default_factory=TokenCounts)  # of all requests
+    counts: TokenCounts = field(default_factory=TokenCounts)  # token counts of all requests
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same engines for a copy of the `args` of a function."""
@@ -375,7 +376,7 @@ def append_generation(sample: Sample, generation: Generation, round: RolloutRoun
             spans[-1][1] += num_tokens
         elif num_tokens:
             spans.append([version, num_tokens])
-    assert room == 0, f"the engine returned {len(token_ids)} tokens, and weight versions of {len(token_ids) - room}"
+    assert room == 0, f"the engine returned {len(token_ids)} tokens, but weight versions of {len(token_ids) - room}"
     if len(spans) > 1:
         sample.metadata["policy_spans"] = spans
     sample.policy_versions = (spans[0][0], spans[-1][0])
@@ -432,7 +433,7 @@ class Teacher:
     address, or nothing while it restarts, and raises an error if it cannot restart."""
 
     urls: Callable[[], list[str]]
-    name: str  # of the server, in messages
+    name: str  # name of the server in messages
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TEACHER_CONCURRENCY))
 
     @classmethod
@@ -502,7 +503,7 @@ def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]
-        # the engine reports the last id of the vocabulary, whose log-prob is right, as 0.
+        # the engine reports the last token id of the vocabulary as 0; the log-prob is right
         last = max(token_ids)
         if len(scored) != len(token_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, token_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")
@@ -510,6 +511,6 @@ def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(
             f"the teacher answered without the log-probs of the {len(token_ids)} tokens of a sample "
-            f"({type(error).__name__}: {str(error)[:100]}): give an engine's server with a model of the same tokenizer "
-            "as --opd-teacher-url"
+            f"({type(error).__name__}: {str(error)[:100]}): give --opd-teacher-url the address of an engine whose "
+            "model has the same tokenizer as the policy"
         ) from error

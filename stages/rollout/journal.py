@@ -1,10 +1,11 @@
 """Write finished groups of a round to the round's journal in the store while other groups are still being generated.
 
-A round that was killed or cancelled restarts with the same prompts, and takes from its journal every group that the
-same policy, or one that is new enough, generated with the same sampling parameters; only the other groups are
-generated. Journal entries are not training data: only the commit of the round makes its samples available, so every
-sample is used once. Groups are journaled before they are graded, so all rewards of a round come from the same reward
-function. The journal is optional: groups that cannot be written to it or read from it are generated again.
+A round that was killed or cancelled restarts with the same prompts. It takes from its journal every group that was
+generated with the same sampling parameters and by the round's policy version (in asynchronous training: by one within
+--max-staleness); only the other groups are generated. Journal entries are not training data: only the commit of the
+round makes its samples available, so every sample is used once. Groups are journaled before they are graded, so all
+rewards of a round come from the same reward function. The journal is optional: groups that cannot be written to it or
+read from it are generated again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 class Journal:
     """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards. As a context
-    manager, it is flushed if the `with` block raises. With --rollout-journal-interval 0, none is written or read."""
+    manager, it is flushed if the `with` block raises. With --rollout-journal-interval 0, no journal is written or
+    read."""
 
     def __init__(self, store: Store, prefix: str, round: RolloutRound, config: RolloutConfig) -> None:
         self.store = store
@@ -95,7 +97,7 @@ class Journal:
                     error,
                 )
                 return
-            del self._pending[: len(samples)]  # keeps groups added in the meantime
+            del self._pending[: len(samples)]  # keeps groups that were added during the write
 
     def delete_entries(self) -> None:
         """Delete the journal of a committed round. Entries that cannot be deleted are left for `penstock gc`."""

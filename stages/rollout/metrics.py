@@ -12,14 +12,14 @@ from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.group import GroupRunner, policy_spans
 from penstock.storage.samples.sample import Sample, Status
 
-_LONG_TEXT = 10_000  # characters at the end of a longer text that are checked for repetition
+_LONG_TEXT = 10_000  # number of characters at the end of a text that are checked for repetition
 _REPETITION = 10.0  # zlib's compression ratio above which a text counts as repetitive
 PREVIEW_CHARS = 2000  # maximum characters of a prompt, response, label or error in the sample preview
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics (name -> value) of samples and of groups whose rewards are all equal (no advantage in
-    GRPO)."""
+    """Return the metrics (name -> value) of samples, and of groups whose rewards are all equal (which have no advantage
+    in GRPO)."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     tails = [sample.response[-_LONG_TEXT:].encode() for sample in samples if len(sample.response) > _LONG_TEXT]
     num_repetitive = sum(len(tail) / len(zlib.compress(tail)) > _REPETITION for tail in tails)
@@ -28,7 +28,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/num_samples": float(len(samples)),
         "rollout/truncated_ratio": true_fraction(sample.status is Status.TRUNCATED for sample in samples),
         "rollout/failed_ratio": true_fraction(sample.status is Status.FAILED for sample in samples),
-        "rollout/removed_ratio": true_fraction(  # a hook set `remove_sample`, or all tokens are of earlier policies
+        "rollout/removed_ratio": true_fraction(  # a hook set `remove_sample`, or all tokens are masked as stale
             sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask) for sample in samples
         ),
         "rollout/repetition_frac": num_repetitive / max(len(samples), 1),
@@ -83,8 +83,8 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
     """Return the mean and maximum staleness of the trained tokens, and the fraction of them with each staleness unless
-    all are 0. Staleness: `policy_version`, which they train, minus the policy version that generated the token. {} for
-    SFT data."""
+    all are 0. Staleness of a token: `policy_version`, the version that is trained on it, minus the policy version that
+    generated it. {} for SFT data."""
     ages: Counter[int] = Counter()
     for sample in samples:
         if sample.policy_versions[0] >= 0:
@@ -101,8 +101,8 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[st
 
 def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt, after
-    `runner` has finished; groups read from the journal do not count. `seconds`: of each phase of the round (prepare,
-    generate, ...)."""
+    `runner` has finished; groups read from the journal do not count. `seconds`: duration of each phase of the round
+    (prepare, generate, ...)."""
     counts = runner.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
     return speculation_metrics(counts) | {

@@ -1,19 +1,21 @@
 """Run the rollout stage: generate and grade responses to prompts, and commit the samples as shards. Evaluations run the
 same stage on their own prompts.
 
-A sample with the built-in generation and reward passes through these files, all in this folder:
+A sample with the built-in generation passes through these files of this folder:
 
-    prompts/source.py       the next row of --prompt-data
-    prompts/data_source.py  a group of pending samples for this row, or a buffered group
-    text/tokenizer.py       chat template and token ids; the text of the response
-    group.py                the engine generates, the reward function grades
-    journal.py              finished groups are stored before the round is committed
+    prompts/source.py       read the next row of --prompt-data
+    prompts/data_source.py  create a group of pending samples for this row, or take a buffered group
+    text/tokenizer.py       apply the chat template, tokenize the prompt; later decode the response
+    group.py                request responses from an engine, then have them graded
+    journal.py              store finished groups before the round is committed
     collect.py              keep, drop or buffer the group
     rollout.py              write shards; commit
 
+Outside of this folder, engines/sglang/client.py calls the engines, and stages/rewards/grading.py grades.
+
 The round starts at the data position in the commit of the previous round, so no prompt is lost or used twice. Every
-attempt writes its shards under a private prefix; they become valid when the commit, written last, names them: `part-*`
-holds the samples to train on, `buffer-*` the groups buffered for a later round.
+attempt writes its shards under a private prefix; they become valid when the commit, written last, names them. The files
+`part-*` hold the samples to train on, `buffer-*` the groups that are buffered for a later round.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class RolloutContext:
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
     serving_teacher: ServingTeacher | None = None  # None: --opd-teacher-url, or no teacher
-    max_seq_len: int | None = None  # of the model, in tokens; bounds conversations of SFT
+    max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
 
     In a run forked with new data (`restart_data`), the first round after the fork starts at the beginning of the data
     without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
-    In a run forked with other options of the rollout (`discard_responses`), the buffered groups lose their responses
-    and get the fork's number of samples.
+    In a run forked with changed rollout options (`discard_responses`), the buffered groups lose their responses, and
+    get the number of samples per prompt that the fork has.
     """
     if rollout_id == 0:
         return ResumePoint()
@@ -155,7 +157,7 @@ class RoundResult:
     groups: CollectedGroups
     runner: GroupRunner
     seconds: dict[str, float]  # "generate": from the start to the last token; "reward": from the last token to the end
-    energy: dict[str, float]  # metric of the engines' energy during "generate" and "reward"; {} if not measured
+    energy: dict[str, float]  # metric of the energy that the engines used until the end of grading; {}: not measured
 
 
 def rollout_stage(
@@ -309,15 +311,15 @@ async def open_runner(
 
 
 def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: RolloutRound) -> tuple[list[Sample], int]:
-    """Return the samples of the kept groups. With `mask_offpolicy_in_partial_rollout`, the loss mask of tokens that
-    earlier policies generated is set to 0; with `max_staleness`, that of tokens which are older, whose number is
-    returned, too. Raises RuntimeError if all samples have failed."""
+    """Return the samples of the kept groups, and the number of their tokens that are masked because they are older than
+    `max_staleness`. With `mask_offpolicy_in_partial_rollout`, all tokens that earlier policies generated are masked,
+    too. Raises RuntimeError if all samples have failed."""
     samples = [sample for group in groups for sample in group]
     failures = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failures) == len(samples):
         raise RuntimeError(
             f"all {len(failures)} samples failed, the first with {failures[0].metadata['error']!r}: "
-            "fix the cause (mostly the reward or generate function, or the data) and resume the run"
+            "fix the cause (often the reward or generate function, or the data) and resume the run"
         )
     num_stale, bound = 0, round.rollout_id - round.max_staleness if round.max_staleness else 0
     for sample in samples:
@@ -352,8 +354,8 @@ def round_metrics(
     seconds: Mapping[str, float],
     num_masked: int,
 ) -> dict[str, float]:
-    """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round, of
-    which `num_masked` tokens are masked as too old."""
+    """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round.
+    `num_masked`: number of its tokens that are masked as too old."""
     groups, dataset = result.groups, intake.source.dataset
     metrics = throughput_metrics(result.runner, seconds) | result.energy
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
@@ -389,7 +391,8 @@ def commit_samples(
 
     `summary` computes the commit's metrics after the shards are written, so it can include the seconds spent writing.
     `changes` add fields to the commit, or replace those of `round`. If another attempt has committed first, its commit
-    is returned; a caller that must know this gives `attempt`, from `Store.new_attempt`, and compares it.
+    is returned; a caller that must notice this passes `attempt`, from `Store.new_attempt`, and compares the commit's
+    `attempt` with it.
     """
 
     def rollout_failpoint(name: str) -> None:

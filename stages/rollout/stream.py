@@ -1,12 +1,12 @@
-"""Generate without a pause, over the boundaries of rounds (`--async-mode streaming`).
+"""Generate continuously, across the boundaries of rounds (`--async-mode streaming`).
 
 In rollout.py a round starts its requests and ends with its slowest response. Here a thread keeps groups in flight all
-the time, while new weights are loaded into the engines, and a round takes the groups that finished first. Everything
-else is the same: the round's commit holds the samples to train on, the position in the data, and in its buffer every
-group that was started but not used, so a restart issues no prompt twice and loses none.
+the time, even while new weights are loaded into the engines, and a round takes the groups that finished first.
+Everything else is the same: the round's commit holds the samples to train on, the position in the data, and in its
+buffer every group that was started but not used, so a restart issues no prompt twice and loses none.
 
-A token that is more than `max_staleness` policy versions older than the policy that it would train is masked. A group
-without any other token is generated once more; rounds then wait for it before it gets too old again.
+A token that is more than `max_staleness` policy versions older than the policy that is trained on it is masked. A group
+whose tokens are all too old is generated once more; rounds then wait for it before it gets too old again.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def is_repeated(flight: Flight) -> bool:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a round took from the stream, and the state of the stream at this moment."""
+    """The samples that a round took from the stream, and the state of the stream at this moment."""
 
-    samples: list[Sample]  # to train on
+    samples: list[Sample]  # samples to train on
     journal: Journal
     seconds: dict[str, float]
     metrics: dict[str, float]
-    state: dict[str, Any]  # of the commit
-    buffer: list[Sample]  # of all groups that were started but not used
+    state: dict[str, Any]  # field `state` of the commit
+    buffer: list[Sample]  # samples of all groups that were started but not used
 
 
 class RolloutStream:
     """Generates groups in a thread from `start` to `close`. After an exception in `run_round`, close the stream and
-    create another one, which continues after the last committed round. `engines` is entered by the stream's thread;
-    `engine_version` returns the policy version that all engines have, which other threads update."""
+    create another one, which continues after the last committed round. The stream's thread enters the context manager
+    `engines`; `engine_version` returns the policy version of all engines, which other threads update."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RolloutStream:
         self.num_rounds, self.engine_version = num_rounds, engine_version
         self.hooks, self.filter = Hooks(context.config), load_group_filter(context.config)
         self.intake = open_prompt_intake(context, round, resume_point)
-        self._num_wasted_tokens = 0  # of groups that are generated once more
+        self._num_wasted_tokens = 0  # number of discarded tokens of groups that are generated once more
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()  # set when `_loop` runs or has failed
@@ -151,14 +151,15 @@ class RolloutStream:
         return commit
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Taken]) -> Taken:
-        """Return the result of a coroutine in the stream's thread. Raises CancelledError if the thread ends before."""
+        """Return the result of a coroutine that runs in the stream's thread. Raises CancelledError if the thread ends
+        first."""
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:  # the loop is closed
             coroutine.close()
             raise CancelledError from None
-        while not wait([future], timeout=1.0).done:  # a loop that is being closed may not run the coroutine any more
+        while not wait([future], timeout=1.0).done:  # a loop that is being closed may no longer run the coroutine
             if not self._thread.is_alive():
                 raise CancelledError
         return future.result()
@@ -198,7 +199,8 @@ class RolloutStream:
                 self.runner.journal.flush()
 
     async def _fill(self) -> None:
-        """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
+        """Start groups whenever more of them could be trained on, before they get too old, than are in flight or
+        unused."""
         config, groups, version = self.context.config, self.groups, self.engine_version()
         max_dropped = config.max_waves * config.rollout_batch_size
         surplus = max(0, (config.over_sampling_batch_size or 0) - config.rollout_batch_size)
@@ -253,11 +255,11 @@ class RolloutStream:
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int, limit: asyncio.Timeout) -> None:
-        """Wait until `number` groups are finished that have tokens of policy version `oldest` or newer, and no group
-        that is generated once more would get too old again before a later round can take it. `limit` gets the deadline
-        of --rollout-timeout, which does not count the time in which the trainer has no policy `oldest` yet."""
+        """Wait until `number` finished groups have tokens of policy version `oldest` or newer, and no group that is
+        generated once more would get too old again before a later round can take it. `limit` gets the deadline of
+        --rollout-timeout, which does not count the time before the engines have policy version `oldest`."""
         while True:
-            if self.engine_version() >= oldest:  # otherwise also new groups would be too old
+            if self.engine_version() >= oldest:  # otherwise even new groups would be too old
                 if limit.when() is None:
                     limit.reschedule(asyncio.get_running_loop().time() + self.context.config.rollout_timeout)
                 self._repeat_stale_groups(oldest)
@@ -268,8 +270,8 @@ class RolloutStream:
             await self.groups.wait_for_change()
 
     def _must_await_repeated_groups(self, oldest: int, number: int) -> bool:
-        """Return whether too few of the groups that are generated once more are finished: if a round takes `number` of
-        them now, those left are more than later rounds can take before they get too old."""
+        """Return whether the round must wait for groups that are generated once more: if it took the finished ones now
+        (at most `number`), more would remain than later rounds can take before they get too old."""
         running = [flight.version for flight in self.groups.running if is_repeated(flight)]
         finished = [flight.version for flight in self.groups.finished if is_repeated(flight)]
         for version in {*running, *finished}:
@@ -280,7 +282,7 @@ class RolloutStream:
         return False
 
     def _repeat_stale_groups(self, oldest: int) -> None:
-        """Start those finished groups again whose tokens all come from policy versions before `oldest`."""
+        """Generate finished groups again if all their tokens come from policy versions before `oldest`."""
         for flight in list(self.groups.finished):
             group = flight.group or []
             if is_too_old(group, oldest) and not is_repeated(flight):
@@ -293,7 +295,7 @@ class RolloutStream:
                 self.groups.start(again, [copy_sample(sample) for sample in flight.prompts])
 
     def _end_round(self, kept: list[Group], samples: list[Sample], num_masked: int) -> Taken:
-        """Return what the round commits, and begin the next round. Other coroutines do not run meanwhile, so every
+        """Return what the round commits, and begin the next round. No other coroutine runs during this call, so every
         group is either in flight, finished, dropped or kept."""
         config, round, runner, groups = self.context.config, self.round, self.runner, self.groups
         del groups.finished[: config.rollout_batch_size]

@@ -1,7 +1,7 @@
-"""The functions and classes of slime that user-defined functions import (slime_modules.py lists under which names), in
-terms of Penstock's own.
+"""The functions and classes that user-defined functions import from slime, another trainer, implemented with Penstock's
+own. slime_modules.py lists the names under which slime has them.
 
-Those that generate need the `args` of a generate or rollout function, which have the engines of the round.
+Functions that generate need the `args` of a generate or rollout function, because these have the engines of the round.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, U
 from penstock.storage.errors import PluginError
 
 REQUEST_SECONDS = 3600.0  # a response of an engine may take long
-BOX_CHARACTERS = 100  # of a response, in which a strict verification looks for the answer
+BOX_CHARACTERS = 100  # characters at the end of a response in which a strict verification looks for the answer
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a rollout function returns: groups, and further metrics of the round."""
+    """The result of a rollout function: groups, and further metrics of the round."""
 
     samples: list[list[UserSample]]
     metrics: dict[str, Any] | None = None
@@ -38,7 +38,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What a rollout function returns from an evaluation: data set -> "samples" and perhaps "rewards", and further
+    """The result of a rollout function for an evaluation: data set -> "samples" and optionally "rewards", and further
     metrics of the evaluation."""
 
     data: dict[str, dict[str, Any]]
@@ -51,7 +51,7 @@ class GenerateState:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokenizer = _of_args(args, "engine").tokenizer.inner
-        self.processor = None  # of images; only text models are supported
+        self.processor = None  # slime's processor of images; only text models are supported
         self.sampling_params: dict[str, Any] = args.engine.config.sampling_params()
         self.semaphore = asyncio.Semaphore(args.engine_concurrency)
         self.aborted = False
@@ -103,13 +103,13 @@ async def generate_and_rm_group(
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the URL of the router or engine; there is only one model."""
+    """Return the URL of the router or engine. Ignores `model_name`, because Penstock serves only one model."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
 async def async_rm(args: Any, sample: UserSample, **kwargs: Any) -> Any:
-    """Return the reward of a sample: that of --custom-rm-path, else the built-in one of its metadata field `rm_type`,
-    else of --rm-type."""
+    """Return the reward of a sample, computed by the function of --custom-rm-path, else by the built-in reward that the
+    sample's metadata field `rm_type` names, else by --rm-type."""
     if args.custom_rm_path:
         return await _call_custom_reward(args, sample, **kwargs)
     reward = get_builtin_reward(builtin_reward_name(sample.metadata, args.rm_type))
@@ -145,7 +145,7 @@ def deepscaler_reward(response: str, label: str) -> float:
 
 def dapo_reward(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
     """Return the reward of --rm-type dapo, with the keys score, acc and pred (the answer); with `strict_box_verify`,
-    the answer is the text in the last \\boxed{} among the last 100 characters, and must be the label as it is."""
+    the answer is the text in the last \\boxed{} among the last 100 characters, and must be identical to the label."""
     if strict_box_verify:
         answer = last_boxed(solution_str[-BOX_CHARACTERS:])
         return {"score": 1.0 if answer == ground_truth else -1.0, "acc": answer == ground_truth, "pred": answer}
@@ -157,7 +157,7 @@ def dapo_reward(solution_str: str, ground_truth: str, strict_box_verify: bool = 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
     """Send a POST request with a JSON body, and return the JSON of its response. Failed connections are retried.
-    Requests to the run's engines and router have their API key."""
+    Requests to the run's engines and router are sent with the API key."""
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
         for attempt in range(max_retries):
             try:
@@ -253,7 +253,9 @@ def _of_args(args: Any, name: str) -> Any:
         "logged_metrics": "a log function (--custom-rollout-log-function-path)",
     }
     if not hasattr(args, name):
-        raise PluginError(f"this function of slime works only with the `args` of {kinds[name]}: call it there")
+        raise PluginError(
+            f"this function of slime works only with the `args` of {kinds[name]}: call it in such a function"
+        )
     return getattr(args, name)
 
 

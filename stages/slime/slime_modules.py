@@ -1,8 +1,8 @@
-"""Provide the modules of slime that user-defined functions import, without a package named slime, and refuse functions
-that slime's trainer calls with its own tensors.
+"""Provide the modules that user-defined functions import from slime, another trainer, and refuse functions that slime's
+trainer calls with its own tensors.
 
-`from slime.utils.types import Sample` gives Penstock's class with slime's names. The modules are made of the table
-below when a user-defined function is loaded; an installed package named slime is not used. `ADAPTERS` of
+`from slime.utils.types import Sample` gives Penstock's class with slime's names. The modules are created from the table
+`MODULES` when a user-defined function is loaded; an installed package named slime is not used. `ADAPTERS` in
 stages/plugins.py lists this module.
 """
 
@@ -46,7 +46,7 @@ _LOG = {"log": f"{_API}:log"}
 
 
 def _of_api(*names: str, **renamed: str) -> dict[str, str]:
-    """Return name -> path of names of api.py; `renamed`: slime's name -> ours."""
+    """Return slime's name -> path of a function or class in api.py; `renamed`: slime's name -> different name there."""
     return {name: f"{_API}:{own}" for name, own in {**{name: name for name in names}, **renamed}.items()}
 
 
@@ -112,8 +112,9 @@ class _Finder(MetaPathFinder, Loader):
 
 @cache
 def check_imports(file: str, function: str) -> None:
-    """Check that the table has what a Python file imports from slime, also inside functions, which would fail only when
-    they are called. Imports in `try`, which may fail, do not count. Raises PluginError."""
+    """Check that `MODULES` has all names that a Python file imports from slime, also inside functions, where a wrong
+    import would fail only when the function is called. Imports in `try`, which may fail, do not count. Raises
+    PluginError."""
     if not file.endswith(".py"):
         return
     tree = parse_source(Path(file).read_bytes(), file)
@@ -133,8 +134,8 @@ def check_imports(file: str, function: str) -> None:
     for name in names:
         if f"{name}.".startswith("slime.") and name not in provided:
             raise PluginError(
-                f"{function} imports a name of slime that Penstock lacks: {name} is not provided; use the names that "
-                "docs/plugins.md lists, or code of your own"
+                f"{function} imports a name of slime that Penstock does not have: {name} is not provided; use the "
+                "names that docs/plugins.md lists, or write this part yourself"
             )
 
 
@@ -143,8 +144,8 @@ def check_parameters(found: Iterable[str], expected: Sequence[str], function: st
     PluginError."""
     if foreign := sorted(TRAINER_PARAMETERS.intersection(found).difference(expected)):
         raise PluginError(
-            f"{function} has the parameter {foreign[0]!r}, with which slime calls functions of its trainer: write a "
-            f"function of ({', '.join(expected)}), see docs/algorithms.md"
+            f"{function} has the parameter {foreign[0]!r}, which only functions of slime's trainer have: write a "
+            f"function with the parameters ({', '.join(expected)}), see docs/algorithms.md"
         )
 
 

@@ -1,8 +1,8 @@
 """One rank of the trainer: its models on a GPU (or CPU threads), and the policy version that they hold.
 
 `PolicyState.clean` is False while the weights are being changed, so an interrupted step is detected. The driver calls
-every method through `call`, which accepts only the driver that took over the rank last, so a replaced driver that still
-runs cannot change the weights. The driver imports this module to create the actors; torch is imported
+every method through `call`, which accepts only the driver that took over the rank last. A replaced driver that is still
+running therefore cannot change the weights. The driver imports this module to create the actors; torch is imported
 inside the methods, so that only the ranks load them.
 """
 
@@ -63,11 +63,11 @@ class TrainActor:
         self._owner = owner
         self._joined = False
         self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
-        self._urls: list[str] = []  # of the engines that get the weights
-        # kept, because it holds process groups
+        self._urls: list[str] = []  # addresses of the engines that get the weights
+        # the client is kept, because it holds process groups
         self._engines: EngineClient = engine_backend(self.spec.engine).connect(lambda: self._urls)
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
-        self._memory_switches: list[MemorySwitch] = []  # since they were last taken
+        self._memory_switches: list[MemorySwitch] = []  # since the last call of `take_memory_switches`
         self.diagnostics = RankDiagnostics(self.spec.diagnostics, self.spec.run, rank)
         print_stacks_on_signal()
         end_with_parent()
@@ -83,8 +83,8 @@ class TrainActor:
         """
         if owner != self._owner:
             raise FencedError(
-                f"another driver has taken over the trainer of run {self.spec.run!r}; this driver stops, its commits "
-                "are kept. If you did not start the other driver, find and stop it"
+                f"another driver has taken over the trainer of run {self.spec.run!r}, so this driver stops; its "
+                "commits are kept. If you did not start the other driver, find and stop it"
             )
         if needed := NEEDED_ON_DEVICE.get(method):
             self._memory_switches += self.models.onload(needed, critic=method not in POLICY_METHODS)
@@ -138,7 +138,7 @@ class TrainActor:
         train_backend().init_ranks(*ranks, listener or init_method, layout, self.build.threads, timeout)
         self.diagnostics.start_recording_memory()
         self.models: Models = build_models(self.spec.shape, config)
-        gc.freeze()  # engines collect garbage at every save and load: do not search modules and models each time
+        gc.freeze()  # excludes modules and models from the garbage collections that engines run at every save and load
         self._joined = True
 
     # ---- queries -----------------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ class TrainActor:
         return Path(path).exists()
 
     def open_rendezvous(self, one_node: bool) -> str:
-        """Return a new URL for torch.distributed's rendezvous. If all ranks are on one node, it is that of a file in
-        this process's temporary directory, which opens no port, and which the next process of Penstock on this node
-        removes after a kill. Otherwise it is that of a socket on this node's address only (tcp://host:port)."""
+        """Return a new URL for torch.distributed's rendezvous. If all ranks are on one node, it is the URL of a file in
+        this process's temporary directory: this opens no port, and after a kill the next process of Penstock on this
+        node removes the file. Otherwise it is the URL of a socket on this node's address only (tcp://host:port)."""
         from penstock.engines.network import join_address, listen_at, node_address
 
         if one_node:
@@ -197,12 +197,12 @@ class TrainActor:
 
         Args:
             version: policy version that is loaded.
-            base: commit with the starting weights of policy and critic. None if `checkpoint` is given, unless that has
-                only adapters.
+            base: commit with the starting weights of policy and critic. None if `checkpoint` has all weights, not only
+                adapters.
             checkpoint: commit of the checkpoint; None = load `base`.
             auxiliary: commits of the reference and teacher models, and of the adapters that a run starts with. A
-                reference that --ref-update-interval replaced is read from `checkpoint` instead; without a reference
-                here, that of a policy with adapters is `base`.
+                reference that --ref-update-interval replaced is read from `checkpoint` instead. If it has no reference,
+                a policy with adapters uses `base` as its reference.
         """
         import ray
 
@@ -307,7 +307,7 @@ class TrainActor:
         assert self._state.clean, f"asked to export, but the weights of this rank are incomplete: {self._state}"
         weights = self.models.policy.gather_weights()
         commit = write(weights=weights) if self.rank == 0 else None
-        for _ in weights.tensors:  # what `write` has not consumed: gathering needs all ranks
+        for _ in weights.tensors:  # consume the tensors that `write` has not consumed: gathering needs all ranks
             continue
         return commit
 

@@ -34,19 +34,20 @@ class DistillationConfig(StageConfig):
     """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages."""
 
     opd_type: Literal["megatron", "sglang"] = option("megatron")
-    """Where the teacher is: megatron, in the trainer, or sglang, in an engine of the run (--opd-teacher-load) or on a
-    server (--opd-teacher-url), whose log-probs are stored with the samples."""
+    """Where the teacher runs. megatron: in the trainer; sglang: in an engine of the run (--opd-teacher-load) or on a
+    server (--opd-teacher-url), and its log-probs are stored with the samples."""
 
     opd_teacher_load: str | None = option(None)
-    """Teacher: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang, of any
-    supported architecture and size with the policy's tokenizer."""
+    """Hugging Face checkpoint of the teacher: with --opd-type megatron, of the policy's architecture and sizes; with
+    sglang, of any supported architecture, with the policy's tokenizer."""
 
 
 class SequenceMaskingConfig(StageConfig):
-    """Off-policy sequence masking of samples with negative advantage whose mean log-prob fell by over --opsm-delta."""
+    """Off-policy sequence masking: mask samples with a negative advantage whose mean log-prob has fallen by more than
+    --opsm-delta since the rollout."""
 
     opsm_delta: float = option(1e-4)
-    """Samples are masked whose mean of old minus current log-probs is above this value."""
+    """Mask samples if the mean of their old minus their current log-probs is above this value."""
 
 
 class AlgorithmConfig(StageConfig):
@@ -64,7 +65,7 @@ class AlgorithmConfig(StageConfig):
     """Advantage estimator; gspo and cispo are grpo with --policy-loss gspo or cispo, ppo also trains a critic."""
 
     policy_loss: PolicyLossName | None = option(None)
-    """Policy-gradient loss; if not given, gspo and cispo for the estimators of these names, ppo_clip for all others."""
+    """Policy-gradient loss; default: gspo or cispo for the estimator of the same name, ppo_clip for all others."""
 
     custom_advantage_function_path: str | None = option(None)
     """User-defined advantage estimator, in place of the built-in one, as file.py:name or pkg.module:name."""
@@ -74,7 +75,7 @@ class AlgorithmConfig(StageConfig):
     rollout_id, rollout_data)`, as file.py:name or pkg.module:name."""
 
     disable_compute_advantages_and_returns: bool = option(False, mutability="placement")
-    """Accepted with --loss-type sft_loss, which never computes advantages."""
+    """Do not compute advantages. Accepted only with --loss-type sft_loss, which never computes them anyway."""
 
     disable_rewards_normalization: bool = option(False)
     """Use raw rewards in group-relative estimators, without normalizing them within their group."""
@@ -92,7 +93,8 @@ class AlgorithmConfig(StageConfig):
     """Lambda of generalised advantage estimation (ppo)."""
 
     kl_coef: float = option(0.0, ge=0)
-    """Coefficient of the KL to the reference as a penalty on each token's reward; not together with --kl-loss-coef."""
+    """Coefficient of the KL to the reference as a penalty on each token's reward; cannot be combined with
+    --kl-loss-coef."""
 
     opd: DistillationConfig | None = option(None, aliases=("use-opd",))
 
@@ -148,7 +150,8 @@ class AlgorithmConfig(StageConfig):
     """Ratios out of bounds are clamped to the bound (truncate: TIS) or set to 0 (mask: IcePop)."""
 
     tis_level: Literal["token", "sequence", "geometric"] = option("token")
-    """Ratio that is bounded: of each token, the product over a sample's tokens, or the geometric mean over them."""
+    """Which ratio is bounded. token: of each token; sequence: the product over a sample's tokens; geometric: the
+    geometric mean over them."""
 
     tis_veto: float | None = option(None, gt=0, lt=1)
     """Mask samples in which the trainer/engine probability ratio of any token is below this value."""
@@ -162,8 +165,8 @@ class AlgorithmConfig(StageConfig):
     # ---- auxiliary models --------------------------------------------------------------------------------------------
 
     ref_load: str | None = option(None)
-    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights. Unless
-    --load is given, also the starting weights."""
+    """Checkpoint of the reference model (Hugging Face or torch_dist) with the policy's sizes; default: the starting
+    weights. Without --load, the policy also starts from this checkpoint."""
 
     ref_update_interval: int | None = option(None, ge=1)
     """Replace the reference by the current policy every N rounds; default: never."""

@@ -40,7 +40,7 @@ class Batch:
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
     rollout_id: int = 0  # number of the round
-    train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards`, if the rollout has set them
+    train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards` if a user-defined function set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
 
@@ -116,8 +116,8 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(
-            "the rollout has samples without the log-probs of a teacher, because it was generated without one: start a "
-            "new run with --opd-teacher-url and the same --opd-type"
+            "the rollout has samples without a teacher's log-probs, because it was generated without a teacher: start "
+            "a new run with --opd-teacher-url and the same --opd-type"
         )
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
@@ -125,19 +125,19 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
 
 
 def spread(values: Tensor, trained: Batch, recorded: Batch) -> Tensor:  # [N] -> [M]
-    """Return values of the N tokens that `trained` trains for the M tokens that `recorded`, the same rollout, trains: 0
-    for those that a user-defined function has masked since."""
+    """Return `values`, which belong to the N trained tokens of `trained`, for the M trained tokens of `recorded`: the
+    same rollout before a user-defined function masked tokens. Masked tokens get 0."""
     full = torch.zeros(len(recorded.token_ids), dtype=values.dtype)
     full[torch.from_numpy(trained.trained_positions)] = values
     return full[torch.from_numpy(recorded.trained_positions)]
 
 
 def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | None:  # [B] float64
-    """Return the rewards that a user-defined function of the rollout has set for training, NaN for samples without a
-    reward; None if no sample has one.
+    """Return the rewards that a user-defined function of the rollout has set for training (NaN for samples without a
+    reward), or None if it has set none.
 
     Raises:
-        RunError: only some of the samples with a reward (not NaN in `rewards`) have one.
+        RunError: only some of the samples with a reward (not NaN in `rewards`) have a reward for training.
     """
     values = pc.map_lookup(table["rewards"], TRAIN_REWARD, "first")
     if values.null_count == len(values):
@@ -145,8 +145,8 @@ def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | No
     result = values.to_numpy().astype(np.float64)
     if np.isnan(result[~np.isnan(rewards)]).any():
         raise RunError(
-            f"the rollout has samples with and without a {TRAIN_REWARD}, which only --custom-reward-post-process-path "
-            f"sets, for all samples: rename this component of the reward"
+            f"only some samples of the rollout have the reward component {TRAIN_REWARD}, a name that is reserved for "
+            "--custom-reward-post-process-path: rename this component of your reward"
         )
     return result
 

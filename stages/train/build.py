@@ -34,13 +34,13 @@ from penstock.storage.store import Store
 @dataclass
 class Models:
     """The models of one rank. Reference and teacher are weights in host memory; for a forward pass they are swapped
-    into the policy's model. The reference of a policy with adapters may be its base, which needs no copy."""
+    into the policy's model. A policy with adapters may use its base weights as the reference, which needs no copy."""
 
     policy: TrainEngine
     critic: TrainEngine | None = None
     reference: Any = None  # snapshot of `TrainEngine.snapshot_weights`
     teacher: Any = None  # a snapshot, too
-    reference_is_base: bool = False  # the policy without adapters
+    reference_is_base: bool = False  # the reference is the policy without adapters
     refreshed: bool = False  # the reference is a later policy (--ref-update-interval), not the starting one
 
     def digest(self) -> dict[str, str]:
@@ -158,8 +158,9 @@ def resume_models(models: Models, directory: Path) -> dict[str, Any]:
     """Load a checkpoint that `save_models` has written, and return its `step_state`. The parallel layout may differ.
     Collective.
 
-    The checkpoint of a policy with adapters has only these: call `load_initial` with its base before. If the checkpoint
-    has no critic (this run was forked from a run without one), the critic starts from the policy's weights.
+    The checkpoint of a policy with adapters has only the adapters: call `load_initial` with the base weights first. If
+    the checkpoint has no critic (this run was forked from a run without one), the critic starts from the policy's
+    weights.
     """
     if (directory / "reference").is_dir():
         load_auxiliary_model(models, "reference", directory / "reference")

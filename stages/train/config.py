@@ -1,4 +1,4 @@
-"""Options of the trainer besides the algorithm: batches, optimizer, numerics, parallelism, placement.
+"""Options of the trainer except those of the algorithm: batches, optimizer, numerics, parallelism, placement.
 
 The number of rounds and the data are options of other stages.
 """
@@ -35,7 +35,7 @@ class TrainConfig(AlgorithmConfig):
     """Fill micro-batches up to --max-tokens-per-gpu; default: on, unless --micro-batch-size is given."""
 
     max_tokens_per_gpu: int = option(8192, mutability="placement", ge=1)
-    """Maximum tokens of a micro-batch per context-parallel rank; a longer sample gets its own micro-batch."""
+    """Maximum number of tokens of a micro-batch per context-parallel rank; a longer sample gets its own micro-batch."""
 
     micro_batch_size: int | None = option(None, mutability="placement", ge=1)
     """Samples per micro-batch, instead of filling micro-batches up to --max-tokens-per-gpu."""
@@ -68,8 +68,8 @@ class TrainConfig(AlgorithmConfig):
     """Warm-up as a fraction of --lr-decay-iters, in place of --lr-warmup-iters."""
 
     lr_decay_iters: int | None = option(None, ge=1)
-    """Optimizer steps until --min-lr is reached, warm-up included; default: all steps of --num-rollout rounds, as it is
-    when the run starts."""
+    """Optimizer steps until --min-lr is reached, including the warm-up; default: the steps of all --num-rollout rounds,
+    with the value of --num-rollout when the run starts."""
 
     weight_decay: float = option(0.01, ge=0)
     """Decoupled weight decay of matrices (not of norms and biases)."""
@@ -92,11 +92,12 @@ class TrainConfig(AlgorithmConfig):
     """Seed of all random number generators of the trainer."""
 
     params_dtype: Literal["fp32", "bf16"] | None = option(None)
-    """Data type of weights and activations (optimizer states are fp32); bf16 on GPUs, fp32 on CPUs if not given.
-    Engines compute in it on CPUs, and in bf16 on GPUs, unless the engine's own option dtype is given."""
+    """Data type of weights and activations (optimizer states are fp32); default: bf16 on GPUs, fp32 on CPUs. Engines
+    compute in this type on CPUs and in bf16 on GPUs, unless the engine's own option dtype is given."""
 
     fp32_lm_head: bool = option(False)
-    """Compute the logits of a model in bf16 in fp32, in trainer and engines, so that their log-probs differ less."""
+    """Compute logits in fp32 although the model is in bf16, both in the trainer and in the engines, so that their
+    log-probs differ less."""
 
     deterministic_mode: bool = option(False, mutability="placement")
     """Use only deterministic GPU kernels; CPU kernels are always deterministic."""
@@ -134,7 +135,7 @@ class TrainConfig(AlgorithmConfig):
     """Options of Megatron-core that have an effect, by Megatron's names."""
 
     mtp_num_layers: int | None = option(None, mutability="placement", ge=0)
-    """Number of multi-token prediction layers of --hf-checkpoint, which is checked; they are not trained (--mtp)."""
+    """Number of multi-token prediction layers that --hf-checkpoint must have. They are not trained (see --mtp)."""
 
     trainer_threads: int | None = option(None, mutability="placement", ge=1)
     """CPU threads per trainer rank (they change the rounding of fp32 sums); default: an equal share of the cores."""

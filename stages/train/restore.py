@@ -41,7 +41,7 @@ class ReplayResult(Frozen):
     verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"]
     why: str  # first difference, or ""
     digest: dict[str, str]  # parameter shard -> hash of its bits, after the replay
-    metrics: dict[str, float]  # of the replayed round, as in its step commit
+    metrics: dict[str, float]  # metrics of the replayed round, as in its step commit
 
 
 class PolicyRestorer:
@@ -252,9 +252,9 @@ class PolicyRestorer:
         )
 
     def _auxiliary_models(self, checkpoint: Commit | None, base_key: str) -> dict[AuxiliaryModel, Commit]:
-        """Return the commits of the reference, the teacher and the initial adapters that are needed, without the
-        reference if `checkpoint` contains one that --ref-update-interval replaced, or if it is the base of the policy's
-        adapters, `base_key`."""
+        """Return the commits of the reference, the teacher and the initial adapters that the ranks must load. The
+        reference is left out if `checkpoint` contains a later one (--ref-update-interval), or if it is the base of the
+        policy's adapters (`base_key`)."""
         refreshed = checkpoint is not None and any(
             f"{checkpoint.attempt}/reference/" in file.path for file in checkpoint.files
         )
@@ -295,7 +295,7 @@ def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
 
 
 def has_adapters(checkpoint: Commit | None) -> bool:
-    """Return whether a checkpoint has only adapters, which need their base (`adapter_base`)."""
+    """Return whether a checkpoint has only adapters, which need their base weights (`adapter_base`)."""
     return checkpoint is not None and ADAPTERS in checkpoint.state
 
 

@@ -29,7 +29,7 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "publish": ("weights",),
     "export": ("weights",),
 }
-# Methods before which engines on the same devices free their memory. `publish` is not one: they have freed it by then.
+# Methods before which engines on the same devices free their memory. Before `publish` they have already freed it.
 FREES_ENGINES_MEMORY = ("load", "train", "save", "optimizer_digest", "export")
 # Methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's.
 POLICY_METHODS = ("publish", "export")
@@ -99,7 +99,7 @@ class TrainResult(BaseModel):
     seconds: dict[str, float]  # phase -> wall-clock seconds
     digest: dict[str, str]  # parameter shard -> hash of its bits
     fingerprint: dict[str, Any]  # hardware, libraries, layout, options: with weights and data, they determine all bits
-    files: list[FileRecord] = []  # of rank 0: log-prob and advantage of every trained token
+    files: list[FileRecord] = []  # written by rank 0: log-prob and advantage of every trained token
     notes: list[str] = []  # files that the rank's diagnostics have written
 
 

@@ -53,10 +53,10 @@ class TrainedRound:
     metrics: Metrics  # means over the optimizer steps
     steps: list[Metrics]  # metrics of each optimizer step, in order
     seconds: dict[str, float]  # phase -> wall-clock seconds
-    batch: Batch  # with the loss masks that were trained
+    batch: Batch  # the rollout, with the loss masks that were applied
     experience: Experience
     estimate: Estimate
-    logprobs: Tensor | None  # [N] float64 of the trainer: before the update or, if those are not computed, in its pass
+    logprobs: Tensor | None  # [N] float64, the trainer's: before the update or, if not computed then, during the update
 
 
 def train_rollout(
@@ -211,7 +211,8 @@ def forward_all_tokens(
 
 
 def sum_token_values(engine: TrainEngine, values: Tensor) -> Tensor:  # [N] -> [N] float64
-    """Return values of the rollout's trained tokens, of which every rank has those that it computed and zeros."""
+    """Return the values of all trained tokens of the rollout. In `values` each rank has only the values that it
+    computed, and zeros elsewhere."""
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
         values.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
     dist.all_reduce(values)

@@ -75,9 +75,9 @@ class TrainerGroup:
     # ---- start and end -----------------------------------------------------------------------------------------------
 
     def start_processes(self) -> None:
-        """Make sure that ranks are running: keep those of this driver, else take over those that the run's previous
-        driver left running, else start processes without models, which use no device memory. New processes import torch
-        and the engine after this method has returned."""
+        """Make sure that ranks are running: keep the ranks of this driver, else take over ranks of the run's previous
+        driver that are still running, else start processes without models, which use no device memory. New processes
+        import torch and the engine after this method has returned."""
         with self.lock:
             if self._actors or self._take_over_ranks():
                 return
@@ -102,8 +102,8 @@ class TrainerGroup:
             self._actors, self._built = actors, False
 
     def ensure_started(self) -> None:
-        """Make sure that ranks with models are running: as `start_processes`, and new ranks build models with random
-        weights."""
+        """Make sure that ranks with models are running: call `start_processes`, and let new ranks build models with
+        random weights."""
         with self.lock:
             self.start_processes()
             if self._built:
@@ -118,8 +118,9 @@ class TrainerGroup:
             self._built = True
 
     def kill(self, actors: list[Any] | None = None) -> None:
-        """Kill every rank (or those in `actors`, which a call used) immediately, unless another driver owns them. A
-        call for which another thread is waiting fails. A group that was restarted meanwhile keeps its new ranks."""
+        """Kill every rank, or only `actors`, immediately, unless another driver owns them. A call for which another
+        thread is waiting fails. `actors` are the ranks that a failed call used: if the group has been restarted since,
+        its new ranks are not killed."""
         import ray
 
         actors = self._actors if actors is None else actors
@@ -132,9 +133,9 @@ class TrainerGroup:
                     self.cluster.call_ray(ray.kill, actor)
 
     def _take_over_ranks(self) -> bool:
-        """Take over the ranks of the run's previous driver if all answer and have this driver's options, size and code
-        (`Build`); otherwise kill them. Return whether they were taken over. Raises FencedError if another driver has
-        taken over this driver's ranks."""
+        """Take over the ranks of the run's previous driver if all of them answer and have this driver's options, size
+        and code (`Build`); otherwise kill them. Return whether they were taken over. Raises FencedError if another
+        driver has taken over this driver's ranks."""
         import ray
 
         if self._fenced is not None:

@@ -263,8 +263,8 @@ class Tracker(Protocol):
 
 
 class OptionsOfTracker(StageConfig):
-    """Base class of the options of one tracker; each subclass is a row of the table in trackers.py. Importing it imports
-    no client library."""
+    """Base class of the options of one tracker; each subclass is a row of the table in trackers.py. It imports no
+    client library."""
 
     scheme: ClassVar[str]  # of its tracking URIs
     title: ClassVar[str]  # its name in log lines

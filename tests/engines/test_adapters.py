@@ -106,7 +106,7 @@ def test_release_before_payloads_per_rank_gets_one_payload() -> None:
     publish(server)
     assert isinstance(server.bodies[0]["serialized_tensors"], str)
     assert "serialized_named_tensors" not in server.bodies[0]
-    with pytest.raises(EngineError, match=r"does not compare checksums: use 0\.5\.21"):
+    with pytest.raises(EngineError, match=r"without comparing checksums: use 0\.5\.21"):
         publish(server, version="run/2", compare=True)
 
 
@@ -123,7 +123,7 @@ def test_update_over_disk_keeps_the_files_of_the_last_adapters(tmp_path: Path) -
 
 
 def test_engine_with_other_weights_or_released_memory() -> None:
-    with pytest.raises(EngineError, match="has the weights 'other/7' instead of those of its model"):
+    with pytest.raises(EngineError, match="has the weights 'other/7' instead of its model's own weights"):
         publish(AdapterServer(version="other/7"))
     server = AdapterServer(version="released")
     name = publish(server)

@@ -148,7 +148,10 @@ def test_first_conversation_is_printed_with_what_is_trained(
     [
         ([("user", "1" * 5000), ("assistant", "2")], "tokens, but the model has only"),
         ([("user", "1"), ("assistant", "2" * 5000)], "tokens, but the model has only"),
-        ([("user", "1"), ("untrained", "2"), ("user", "1"), ("untrained", "3")], "trains no token"),
+        (
+            [("user", "1"), ("untrained", "2"), ("user", "1"), ("untrained", "3")],
+            "no token of the conversation would be trained on",
+        ),
     ],
 )
 def test_sft_refuses_rows_that_are_too_long_or_train_nothing(

@@ -187,7 +187,7 @@ def test_step_loss_mask_leaves_a_turn_untrained(family: str) -> None:
     assert trained(tokenizer, [PLAIN[0], {**PLAIN[1], "step_loss_mask": 0}, *PLAIN[2:]]) == expected[1:]
     assert trained(tokenizer, [*PLAIN[:3], {**PLAIN[3], "step_loss_mask": 0}]) == expected[:1]
     assert trained(tokenizer, [{**message, "step_loss_mask": 1} for message in PLAIN]) == expected
-    with pytest.raises(DataError, match=r"row 0 of file 1.* trains no token"):
+    with pytest.raises(DataError, match=r"row 0 of file 1.* no token of the conversation would be trained on"):
         sft_samples([prompt([{**message, "step_loss_mask": 0} for message in PLAIN])], tokenizer, 0)
 
 

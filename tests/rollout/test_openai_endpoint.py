@@ -163,7 +163,7 @@ def test_an_agent_that_never_calls_has_failed(bench: Any) -> None:
     b = bench()
     (sample,) = b.samples()
     assert sample is b.sample and sample.status is Status.FAILED
-    assert sample.metadata["error"] == "the agent got no answer of the model: it sent no request"
+    assert sample.metadata["error"] == "the agent got no answer from the model: it sent no request"
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,7 @@ def test_rollout_function_without_the_parameter_is_not_called_by_evaluations(plu
     [
         (("return RolloutFnEvalOutput({name:", "return RolloutFnEvalOutput({'x':"), "results of x from the evaluation"),
         (('"samples": samples', '"texts": samples'), 'without "samples"'),
-        (("rewards = [", "rewards = [1.0] + ["), '11 "rewards" beside 10 "samples"'),
+        (("rewards = [", "rewards = [1.0] + ["), '11 "rewards" for 10 "samples"'),
         (("index / 16", "float('nan')"), 'returned nan in "rewards": return finite numbers'),
         (("len(data_source.dataset)", "4"), "returned 4 of the 5 prompts of the data set numbers: return all"),
     ],
@@ -434,14 +434,14 @@ def test_conversion_that_splits_samples_is_trained_row_by_row(plugin_bench: Any,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("data['metadata'] = [{}] * 16", "returned metadata, which shards have no column for"),
-        ("data['round_number'] = data['truncated']", "returned round_number, which shards have no column for"),
+        ("data['metadata'] = [{}] * 16", "returned metadata, for which shards have no column"),
+        ("data['round_number'] = data['truncated']", "returned round_number, for which shards have no column"),
         ("del data['rewards']", "returned no rewards"),
         ("data['rewards'].pop()", r"lists of different lengths \(16 tokens"),
         ("data['rewards'][3] = float('nan')", "rewards that are not finite"),
         ("data['sample_indices'][0] = 99", "the sample index 99 for 8 samples"),
-        ("data['sample_indices'] = [1] * 16", "no row of sample 0, but optimizer steps need all"),
-        ("data['rollout_ids'] = list(range(16))", "rollout_ids that are not one per sample"),
+        ("data['sample_indices'] = [1] * 16", "no row of sample 0, but optimizer steps need a row of every sample"),
+        ("data['rollout_ids'] = list(range(16))", "rollout_ids that differ between the rows of one"),
         ("data['loss_masks'][2] = [1, 1]", "row 2: loss_mask has 2 entries for a response of 1"),
         ("del data['rollout_log_probs']", "row 0: the sample has trained tokens without log-probs"),
         ("data['response_lengths'][1] = 0", "row 1: response_lengths is 0"),
@@ -486,7 +486,7 @@ def test_wrong_rewards_are_refused(result: str, message: str, tmp_path: Path, to
 
 def test_reward_with_the_reserved_name_is_refused_by_the_trainer() -> None:
     samples = [replace(sample_of(0, reward=1.0), rewards={TRAIN_REWARD: 1.0}), sample_of(1, reward=1.0)]
-    with pytest.raises(RunError, match="samples with and without a train_reward"):
+    with pytest.raises(RunError, match="only some samples of the rollout have the reward component train_reward"):
         Batch.from_table(to_table(samples), needs_rewards=True)
 
 

@@ -438,7 +438,9 @@ TRAINER = {
 
 @pytest.mark.parametrize(("option", "code"), [(option, code) for option, codes in TRAINER.items() for code in codes])
 def test_function_of_slimes_trainer_is_refused_when_it_is_loaded(option: str, code: str, tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"with which slime calls functions of its trainer: write a function of \("):
+    with pytest.raises(
+        PluginError, match=r"which only functions of slime's trainer have: write a function with the parameters \("
+    ):
         load_checked_function(write(tmp_path, code), "f", PLUGINS[option])
 
 

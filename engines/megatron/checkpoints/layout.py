@@ -48,10 +48,10 @@ class ShardSlice:
     """A slice of a checkpoint tensor, and the slice of the model parameter that is stored in it. All tuples have one
     entry per axis."""
 
-    key: str  # of the checkpoint tensor
-    offset: tuple[int, ...]  # in the checkpoint tensor; axes that stack layers or experts come first
-    sizes: tuple[int, ...]  # of the slice in the checkpoint tensor; 1 on the stacking axes
-    stored_shape: tuple[int, ...]  # of the whole checkpoint tensor
+    key: str  # key of the checkpoint tensor
+    offset: tuple[int, ...]  # start of the slice in the checkpoint tensor; stacking axes come first
+    sizes: tuple[int, ...]  # size of the slice in the checkpoint tensor; 1 on the stacking axes
+    stored_shape: tuple[int, ...]  # shape of the whole checkpoint tensor
     padded: bool  # whether the checkpoint tensor may have extra rows (vocabulary padding)
     part: tuple[slice, ...]  # the slice of the full parameter, per axis
 
@@ -62,7 +62,7 @@ class ShardSlice:
 
     def toggle_layer_stacking(self, num_layers: int) -> ShardSlice:
         """Return this slice converted from a tensor that stacks all `num_layers` layers to one tensor per layer, or
-        vice versa. A slice that is in no layer is returned unchanged."""
+        vice versa. A slice of a parameter outside of the layers is returned unchanged."""
         match = LAYER.match(self.key)
         if match is None:
             return self

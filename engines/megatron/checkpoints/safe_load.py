@@ -109,10 +109,10 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
     with _refusing_damaged(where):
         allowed: list[Any] = []
         names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]
-        for name in sorted(names):  # so that the same one is refused each time
+        for name in sorted(names):  # so that the error always names the same class
             allowed.append((_PLAIN_CLASSES.get(name) or _stand_in_class(name, where), name))
         stream.seek(0)
-        # names that torch already allows are not listed; `safe_globals` would disallow those at the end of the block
+        # `names` lacks those that torch already allows: `safe_globals` would disallow them at the end of the block
         with torch.serialization.safe_globals(allowed):
             return torch.load(stream, map_location="cpu", weights_only=True)
 
@@ -134,8 +134,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _stand_in_class(name: str, where: str | Path) -> type[_StandIn]:
-    """Return a new stand-in class for the class `name`; raise ModelError if it is not a known one. Every name needs its
-    own class, because torch registers safe globals by class."""
+    """Return a new stand-in class for the class `name`; raise ModelError if this is not a class that checkpoints are
+    known to contain. Every name needs its own class, because torch registers safe globals by class."""
     if name not in STAND_IN_CLASSES and not name.startswith(STAND_IN):
         raise ModelError(
             f"{where} refers to {name}, which checkpoints do not need and which could execute code (no code was "

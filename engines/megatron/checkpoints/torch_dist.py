@@ -138,11 +138,11 @@ class RankState:
     chunks: list[PolicyModel]
     optimizer: Any
     scheduler: Any
-    adapter_seed: int | None = None  # of the adapters' initial values; None: the model has no adapters
+    adapter_seed: int | None = None  # seed of the adapters' initial values; None: the model has no adapters
 
     def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
         """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
-        directory, or each to its own. `step_state` are JSON values of the caller, which `load` returns; None: write
+        directory, or each to its own. `step_state` has JSON values of the caller, which `load` returns; None: write
         only the model weights.
 
         The files of a rank are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last,
@@ -254,7 +254,7 @@ class RankState:
         else:
             state = trained = self._model_state()
             if any(not param.requires_grad for chunk in self.chunks for param in chunk.parameters()):
-                # Keys per layer: a tensor that stacks all layers would lack the optimizer state of the frozen ones.
+                # One key per layer: a tensor that stacks all layers would lack the optimizer state of frozen layers.
                 trained = self._model_state(non_homogeneous_layers=True)
         model = trained["model"] if "model" in trained else dict(trained)
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())

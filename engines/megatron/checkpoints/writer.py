@@ -29,8 +29,8 @@ from penstock.storage.disk import map_in_threads, write_back
 
 class ParallelWriter(dcp.FileSystemWriter):
     """torch's writer of a checkpoint directory, except that NUM_THREADS threads write and sync the files of this rank.
-    Weights have files of their own, so that an export reads nothing else. `hashes` maps the names of the files to their
-    xxh3-128."""
+    Weights are written to separate files, so that an export reads nothing else. `hashes` maps the names of the files to
+    their xxh3-128."""
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory)
@@ -92,7 +92,7 @@ class ArchiveFile:
         self._address, self._num_written, self._content = placeholder.data_ptr(), 0, content
         try:
             torch.save(placeholder, self)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch's writer fails once more while an error of `content` or `file` ends it
+        except RuntimeError as error:  # raised by torch's writer when `content` or `file` raised an error
             raise error.__context__ or error from None
         assert self._num_written == placeholder.nbytes, (
             f"wrote {self._num_written} bytes of a tensor {list(sizes)} {dtype}, expected {placeholder.nbytes}"

@@ -42,7 +42,7 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.norm_and_rope import RMSNorm, apply_rope, softmax_scale
 from penstock.engines.megatron.packing import Bucket, PackedStream
 
-NORM_EPSILON = 1e-6  # of the norms inside MLA; Hugging Face also ignores `rms_norm_eps` there
+NORM_EPSILON = 1e-6  # for the norms inside MLA, where Hugging Face also ignores `rms_norm_eps`
 
 
 class HeadNormAttention(SelfAttention):
@@ -101,7 +101,7 @@ def causal_attention(
     """Return the output of causal attention within each packed sequence, for this rank's tokens and heads.
 
     Under context parallelism every rank of the group exchanges its t tokens of all heads for all T tokens of an equal
-    number of heads, and the outputs back. It does so with one half of its heads at a time, if they can be halved.
+    number of heads, and sends the outputs back. If the number of heads is even, it exchanges one half at a time.
     """
     ranks = context_group.size()
     if ranks == 1:
@@ -232,8 +232,8 @@ def side_stream(device: torch.device) -> SideStream:
 
 
 class SideStream:
-    """Runs functions on a stream of their own; on a CPU (`stream` None) at once. autograd runs the backward pass of
-    each function on the same stream, and waits where gradients cross streams."""
+    """Runs functions on a separate CUDA stream; on a CPU (`stream` is None) it runs them at once. autograd runs the
+    backward pass of each function on the same stream, and waits where gradients cross streams."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream

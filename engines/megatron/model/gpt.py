@@ -41,8 +41,8 @@ class PolicyModel(GPTModel):
     the last stage, where `head` maps any rows of them to logits.
     """
 
-    fp32_head = False  # --fp32-lm-head: logits in fp32, also of a model in bf16
-    has_lm_head = True  # with one row per vocabulary entry
+    fp32_head = False  # --fp32-lm-head: compute logits in fp32, also for a model in bf16
+    has_lm_head = True  # whether the head has one row per vocabulary entry
 
     def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -130,8 +130,8 @@ def build_model(
     overrides: dict[str, Any] | None = None,
     chunk_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
-    """Return this rank's pipeline chunks of the model, with random weights: one chunk, or several with virtual pipeline
-    parallelism (interleaved schedule)."""
+    """Return the pipeline chunks of the model that this rank has, with random weights: one chunk, or several with
+    virtual pipeline parallelism (interleaved schedule)."""
     config = transformer_config(shape, layout, dtype, overrides)
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     chunks = [_build_chunk(shape, config, stage if len(stages) > 1 else None, chunk_class) for stage in stages]
@@ -198,7 +198,7 @@ VALUE_HEAD = "value_head.weight"  # the value head's name in a checkpoint, so th
 
 
 class ValueModel(PolicyModel):
-    """One pipeline chunk of a critic. `forward` is that of `PolicyModel`; `head` returns values instead of logits. The
+    """One pipeline chunk of a critic. `forward` is inherited from `PolicyModel`; `head` returns values, not logits. The
     embeddings are not shared with the head, even if the policy's embeddings are tied."""
 
     has_lm_head = False

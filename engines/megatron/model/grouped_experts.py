@@ -32,8 +32,8 @@ FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
 
 
 def set_token_dispatcher(layer: MoELayer, pg_collection: Any) -> None:
-    """Replace the token dispatcher of an MoE layer. Megatron's remains if experts are sharded over tensor-parallel
-    ranks, or if the computation of shared experts overlaps with its communication."""
+    """Replace Megatron's token dispatcher in an MoE layer, except if experts are sharded over tensor-parallel ranks, or
+    if the computation of shared experts overlaps with the dispatcher's communication."""
     config = layer.config
     is_replaceable = config.moe_token_dispatcher_type == "alltoall" and not config.moe_shared_expert_overlap
     if pg_collection.expt_tp.size() == 1 and is_replaceable:
@@ -54,14 +54,14 @@ class StackedWeight(nn.Module):
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return x W^T of each row's expert, plus the output of its adapter. The rows are sorted by expert; `ends` [E]
-        are the indices after the last row of each. [n, in] -> [n, out]"""
+        has the index after the last row of each expert. [n, in] -> [n, out]"""
         out = F.grouped_mm(x, self(), offs=ends)
         added = self.adapter(x, ends) if self.adapter is not None else None
         return out if added is None else out + added
 
     def forward(self) -> Tensor:
-        """Return the weights as `grouped_mm` takes them, [E, in, out]. Reading them through a call makes Megatron wait
-        for their all-gather (`--overlap-param-gather`)."""
+        """Return the weights as `grouped_mm` takes them, [E, in, out]. Readers call the module, because Megatron's hook
+        then waits for the all-gather of the weights (`--overlap-param-gather`)."""
         return self.weight.transpose(1, 2)
 
 
@@ -79,7 +79,7 @@ class GroupedExperts(MegatronModule):
         self.num_local_experts = num_local_experts
         self.linear_fc1 = StackedWeight(num_local_experts, 2 * ffn, hidden, 1, config)
         self.linear_fc2 = StackedWeight(num_local_experts, hidden, ffn, 2, config)
-        if config.perform_initialization:  # on GPUs with other random numbers on every expert-parallel rank
+        if config.perform_initialization:  # on GPUs, every expert-parallel rank draws different random numbers
             tracker, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
             with nullcontext() if config.use_cpu_initialization else tracker.fork(name):
                 for fc1, fc2 in zip(self.linear_fc1.weight.detach(), self.linear_fc2.weight.detach()):
@@ -112,7 +112,7 @@ class GroupedExperts(MegatronModule):
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
         one chunk per expert, and gate and up projection as two chunks. `sharded_offsets` are Megatron's (axis, index,
         number) of the axes before that of the experts."""
-        axis = len(sharded_offsets)  # of the experts
+        axis = len(sharded_offsets)  # index of the axis of the experts
         first_expert = self.expert_group.rank() * self.num_local_experts
         num_experts = self.expert_group.size() * self.num_local_experts
         rank, ranks = self.tensor_group.rank(), self.tensor_group.size()

@@ -153,7 +153,7 @@ class HeadNorm(RMSNorm):
         return x
 
     def normalize_and_rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-        """Return RoPE(x / rms(x) * weight). [t, heads, head_dim]; arguments as of `apply_rope`"""
+        """Return RoPE(x / rms(x) * weight). [t, heads, head_dim]; arguments as in `apply_rope`"""
         if x.is_cuda and cos_sin[0].shape[-1] == x.shape[-1]:
             return normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
         return apply_rope(super().forward(x), cos_sin, interleaved)

@@ -35,10 +35,11 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig  #
 # FlashAttention-2; "fa4": FlashAttention-4
 AttentionKernel = Literal["padded", "torch", "fa4"]
 FA4 = "flash-attn-4"  # package
-FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys, of values; those tested
+FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # tested head dimensions: (of keys, of values)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
-# losses, which Megatron scales for means over tokens, while Penstock's losses are plain sums.
+# Fixed values of MoE fields. Other values would drop tokens or add noise, so that the trained model would differ from
+# the engine's, or add load-balancing losses, which Megatron scales for means over tokens, while Penstock's losses are
+# sums.
 MOE_FIXED: dict[str, Any] = dict(
     moe_aux_loss_coeff=0.0,
     moe_z_loss_coeff=None,
@@ -83,7 +84,8 @@ def transformer_config(
     overrides: dict[str, Any] | None = None,
 ) -> TransformerConfig:
     """Return Megatron's `TransformerConfig` of a model. `overrides` are Megatron options, which replace Penstock's
-    defaults; those that are not fields of this configuration are ignored, and the checkpoint and the layout win."""
+    defaults but not the values that the checkpoint or the parallel layout determines; options that are not fields of
+    `TransformerConfig` are ignored."""
     layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
@@ -92,7 +94,7 @@ def transformer_config(
     defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)
     if uses_grouped_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
         defaults["moe_grouped_gemm"] = True
-    overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
+    overrides.pop("moe_permute_fusion", None)  # done by `grouped_experts.TokenDispatcher`; Megatron's needs a package
     fixed = {
         **model_options(shape),
         **dict(activation_func=F.silu, softmax_scale=None),
@@ -120,8 +122,8 @@ def transformer_config(
 
 
 def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
-    """Return whether a model's experts are computed by grouped GEMMs: if an option says so, else on GPUs with tested
-    kernels."""
+    """Return whether a model's experts are computed by grouped GEMMs. By default they are on GPUs for which the kernels
+    were tested; the options --moe-grouped-gemm and --moe-permute-fusion decide otherwise."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
     default = has_kernel and can_group_experts(shape, expert_tensor, size)
     is_grouped = has_grouped_experts(shape, overrides, default)

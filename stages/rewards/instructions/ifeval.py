@@ -33,7 +33,8 @@ def _satisfies_relation(number: int, relation: str, limit: int) -> bool:
 
 
 def _may_be_english(text: str) -> bool:
-    """Return whether a text is English, or is in Latin letters with an undetected language, such as `HELLO WORLD`."""
+    """Return whether a text is in English, or in Latin letters and a language that could not be detected, such as
+    `HELLO WORLD`."""
     language = language_of(text)
     return language == "en" or (language is None and is_latin(text))
 

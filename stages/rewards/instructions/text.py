@@ -41,7 +41,7 @@ _ABBREVIATION = re.compile(
     r"|[a-z]|[a-z]\.[a-z])\.$",
     re.IGNORECASE,
 )
-_MAX_ABBREVIATION = 12  # characters, with the character before it
+_MAX_ABBREVIATION = 12  # characters, including the one in front of the abbreviation
 _NEXT_CHARACTER = re.compile(r"\s*(.)", re.DOTALL)
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
 _VOWELS = re.compile(r"[aeiouy]+")
@@ -83,7 +83,7 @@ def words_without_punctuation(text: str) -> list[str]:
 
 
 def words_stripped_at_edges(text: str) -> list[str]:
-    """Split a text at white space, and strip punctuation from both ends of each word, and omit empty words."""
+    """Split a text at white space, strip punctuation from both ends of each word, and omit empty words."""
     return [bare for word in text.split() if (bare := word.strip(EDGES))]
 
 

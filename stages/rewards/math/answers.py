@@ -26,7 +26,7 @@ _FLIPPED = {">": "<", r"\ge": r"\le"}
 _INEQUALITIES = {"<", ">", r"\le", r"\ge", r"\ne"}
 _RELATIONS = ("=", r"\approx", r"\equiv", *_INEQUALITIES)
 _SEPARATORS = {",": "", r"\land": "and", r"\lor": "or"}
-# Tokens without any of these are a value.
+# An answer without any of these tokens is a value.
 _STRUCTURE = {*_RELATIONS, *_SEPARATORS, ":", "'", "|"} | commands("in pm cup cap mod emptyset sim")
 _STRUCTURE_PREFIX = re.compile(rf"{WORD}|\\begin|\\mathbb|\\implies|^(?:\(|\[|\{{|\\\{{|\\langle)")
 _NAME_SYMBOLS = set("(),_{}'")
@@ -51,7 +51,7 @@ _NATURAL = words("positive natural nonnegative")
 _QUANTIFIERS = _CONDITION_WORDS | _NATURAL | _INTEGERS | words("real number numbers value values of")
 _HALVES = (WORD + "am", WORD + "pm")
 _SAME_BRACKETS = ({":", "to"}, {"to", "[]"})
-# A letter of a choice, alone or before the text of the choice.
+# The letter of a choice in a multiple-choice question, alone or followed by the text of the choice.
 _CHOICE = re.compile(
     r'(\( )?"?([A-Ha-h])(?(1) \))(?:(?(1)|[ ](?:\)|(?<=[A-H] )[.:]))((?: (?:[\d"]|\\frac|\\sqrt|\\\$).*)?))?'
 )
@@ -105,7 +105,8 @@ def is_evaluated_integer(tokens: Sequence[str]) -> bool:
 
 
 def _equal_choices(left: Sequence[str], right: Sequence[str]) -> bool:
-    """Return whether two answers are the same letter of a choice, with the text of the choice on one side at most."""
+    """Return whether two answers are the same letter of a choice; at most one of them may also have the text of the
+    choice."""
     if len(left[0]) > 2 or len(right[0]) > 2:
         return False
     texts = (" ".join(token for token in tokens if token not in "{}") for tokens in (left, right))
@@ -117,7 +118,7 @@ def _equal_choices(left: Sequence[str], right: Sequence[str]) -> bool:
 
 
 def _parse_all(tokens: Sequence[str]) -> ParsedAnswer:
-    """Parse an answer; a set of one value is this value."""
+    """Parse an answer; a set of one value is parsed as this value."""
     answer = _parse(tuple(tokens))
     if answer.kind == "set" and len(answer.items) == 1 and answer.items[0].kind != "set":
         return replace(answer.items[0], name=answer.items[0].name or answer.name)
@@ -571,7 +572,8 @@ def _equal_across_kinds(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _equal_clocks(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    """Return whether two times are equal of which one has a.m. or p.m., which the other may lack: 2:30 or 14:30."""
+    """Return whether two clock times are equal, of which one has a.m. or p.m. and the other may not: 2:30 p.m. equals
+    2:30 and 14:30."""
     named, plain = (left, right) if left.name else (right, left)
     hours = int(named.items[0].tokens[0])
     twelve = ParsedAnswer("value", (f"{(hours - 1) % 12 + 1}",))
@@ -622,7 +624,7 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _rename_constant(tokens: list[str], others: list[str]) -> list[str]:
-    """Rename the constant of integration in `x^2 + c` if `others` calls it C; but c is another letter in `ax + c`."""
+    """Rename the constant of integration c in `x^2 + c` to C if `others` has C. In `ax + c`, c is no such constant."""
     letters = {token for token in tokens if len(token) == 1 and token.isalpha()} - {"e", "i", "d"}
     if len(letters) != 2 or "c" not in letters or not {"C", f"{WORD}C"} & set(others):
         return tokens

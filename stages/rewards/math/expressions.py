@@ -65,7 +65,7 @@ def parse_expression(tokens: list[str]) -> Node:
 
 
 class TokenReader:
-    """Read tokens one by one; behind the end are empty tokens."""
+    """Reads tokens one by one; after the last token it returns empty tokens."""
 
     def __init__(self, tokens: Sequence[str], position: int = 0) -> None:
         self.tokens = [*tokens, "", "", ""]
@@ -148,7 +148,7 @@ class _Parser(TokenReader):
         return ("-", self.parse_exponent()) if self.accept("-") else self.parse_power()
 
     def parse_argument(self) -> Node:
-        """Parse a command's argument: a group or one token; of a number, only the first digit (\\frac12 is 1/2)."""
+        """Parse a command's argument: a group or one token. A number gives only its first digit (\\frac12 is 1/2)."""
         token = self.tokens[self.position]
         if token.isdigit() and len(token) > 1:
             self.tokens = [*self.tokens[: self.position], token[0], token[1:], *self.tokens[self.position + 1 :]]

@@ -147,7 +147,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\overline\s*\{\s*([A-Z](?:\s*[A-Z])+)\s*\}"), lambda match: "".join(match[1].split())),
     (re.compile(r"^([^$]*)(?<!\\)\$([^$]*)$"), r"\1\\$\2"),  # a single dollar
 )
-_REWRITABLE = re.compile(  # what a text must contain for one of the patterns to match
+_REWRITABLE = re.compile(  # matches every text in which one of the patterns above can match
     r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉₋<$]|\*\*|\[\s*$|(?:^|\\in)\s*\]|/\s*-|[xX]\s*\}?\s*10|half|third|quarter|ty[ -]"
     r"|d(?:\}?\s*[a-z])?\s*(?:\}|$)|/d[a-z]|\\(?:textcolor|color|hat|[hv]?phantom|[hv]space|SI|qty|ce|prime|overline|lt)"
     r"|\{\s*(?:\\right\s*\\?)?[:}]|C\s*_|\.\d*\(|[apAP]\.|per cent|\b(?:th|st|nd|rd|US)|\d(?:th|st|nd|rd)|sq\."

@@ -241,7 +241,7 @@ def _times(node: Node, factor: Fraction) -> Node:
 
 
 def _plain(node: Node, unit: Unit | None) -> Node:
-    """Return the number that a quantity in percent or degrees is; any other value unchanged."""
+    """Convert a quantity in percent or degrees to a plain number; return any other value unchanged."""
     if unit and unit.powers == {"%": 1}:
         return _times(node, Fraction(1, 100))
     return ("degrees", _times(node, unit.size)) if unit and unit.powers == {"°": 1} else node

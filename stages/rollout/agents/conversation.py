@@ -50,9 +50,10 @@ class Turn:
 
 
 class Conversation:
-    """A chat with the model, recorded in a sample as exactly the tokens that the model has seen and generated, also if
-    the chat template drops parts of earlier replies (mostly reasoning). The prompt is the first user message, unless
-    the first `reply` passes messages. With `tools` (OpenAI's format), tool calls are parsed from replies."""
+    """A chat with the model, recorded in a sample as exactly the tokens that the model has seen and generated, even if
+    the chat template drops parts of earlier replies (mostly reasoning). The first message is the prompt of the sample,
+    unless the first call of `reply` passes messages. With `tools` (OpenAI's format), tool calls are parsed from
+    replies."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class Conversation:
         self._num_opening = 0  # number of messages before the first reply
 
     async def reply(self, messages: Sequence[Message] = (), **sampling: Any) -> Message:
-        """Return the model's reply to `messages`, those since the last reply: {"role": "assistant", "content": ...,
-        "tool_calls": ...}. In the first call: the whole conversation so far, or no messages to use the sample's prompt.
+        """Return the model's reply: {"role": "assistant", "content": ..., "tool_calls": ...}. `messages` has the
+        messages since the last reply; in the first call, the whole conversation so far, or nothing to use the sample's
+        prompt.
 
         If the length limit leaves no room for the messages, the reply is empty and `sample.status` is TRUNCATED. If the
         round aborts the request, the reply has no tool calls and `sample.status` is ABORTED.
@@ -108,8 +110,8 @@ class Conversation:
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Return a new conversation that starts with the first `num_turns` turns of this one. They are its prompt, so
-        they are not trained."""
+        """Return a new conversation that starts with the first `num_turns` turns of this one. These turns are its
+        prompt, so they are not trained on."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]
@@ -250,7 +252,7 @@ class AgentSession:
         if not answered:
             reason = f"its last request failed: {self._last_error}" if self._last_error else "it sent no request"
             self._sample.status = Status.FAILED
-            self._sample.metadata["error"] = f"the agent got no answer of the model: {reason}"
+            self._sample.metadata["error"] = f"the agent got no answer from the model: {reason}"
             return [self._sample]
         return [self._completed_sample(conversation) for conversation in answered]
 
@@ -345,9 +347,12 @@ class ChatFormat:
         tools: Sequence[Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[str, str]:
-        """Return (closing text, between text): what the template writes to end the turn of `reply`, and all text from
-        there to the start of the model's next reply, closing text included. Messages between `opening`, those before
-        the first reply, and `reply` are not rendered; of the tool calls of `reply`, only the first."""
+        """Return (closing text, between text): the text with which the template ends the turn of `reply`, and all text
+        from the end of `reply` to the start of the model's next reply, which begins with the closing text.
+
+        `opening` has the messages before the first reply; messages between `opening` and `reply` are not rendered. Only
+        the first of the tool calls of `reply` is rendered.
+        """
         render = functools.partial(self.render, tools=tools, options=options)
         plain = {"role": "assistant", "content": PLACEHOLDER}
         closing = _text_after_placeholder(render([*opening, plain], open_reply=False))
@@ -382,8 +387,8 @@ class ChatFormat:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Return whether the tokens of a prompt end inside a thought. Only the text after the last added token that is
-        not a tag of a thought counts: earlier messages may mention such tags."""
+        """Return whether the tokens of a prompt end inside a thought (<think> without </think>). Only the text after
+        the last special token that is not such a tag counts, because earlier messages may mention the tags."""
         start = next((index for index in range(len(prompt), 0, -1) if prompt[index - 1] in self._tags), 0)
         tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
         return bool(tags) and "/" not in tags[-1]

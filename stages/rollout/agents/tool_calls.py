@@ -28,11 +28,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """A format of arguments: tags around the key and value of each."""
+    """A format of arguments with tags around the key and the value of each argument."""
 
     begin: re.Pattern[str]  # tags up to the value; group 1 is the key
     end: str  # tag that ends a value
-    following: re.Pattern[str]  # what follows the tag that ends a value
+    following: re.Pattern[str]  # matches what follows the tag that ends a value
     closing: re.Pattern[str]  # tags that end the call
 
 
@@ -45,7 +45,7 @@ def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tu
     a thought that the prompt has opened."""
     calls: list[ToolCall] = []
     rest, end, position = "", 0, 0  # the text without calls up to `end`
-    answers = [] if in_thought else [0]  # where text begins that is not in a thought
+    answers = [] if in_thought else [0]  # positions where text outside of a thought begins
     wanted = THOUGHT_TAGS if in_thought else _MARKERS
     while match := wanted.search(text, position):
         position = match.end()
@@ -106,8 +106,8 @@ def _read_arguments(text: str, position: int, name: str, end: re.Pattern[str]) -
 
 
 def _read_pairs(text: str, position: int, tools: Tools, name: str, pairs: _Pairs) -> FoundCalls:
-    """Read the arguments of the function `name` as pairs of tags. Values are JSON, except that strings, which the
-    schemas of `tools` tell, have no quotes."""
+    """Read the arguments of the function `name` from pairs of tags. Values are JSON, except that strings have no
+    quotes; the schemas in `tools` tell which values are strings."""
     functions = [_function_of(tool) for tool in tools]
     schemas = [function.get("parameters") or {} for function in functions if function.get("name") == name]
     properties = (schemas[0].get("properties") or {}) if schemas else {}

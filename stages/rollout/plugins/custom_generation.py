@@ -10,8 +10,8 @@ only the samples of that call fail, with the reason in `metadata["error"]`. If a
 
     async def generate(args, sample, sampling_params, engine):
         for _ in range(args.max_turns):
-            text = await engine.generate(sample, stop=["</call>"])     # tokens of the model: trained, with log-probs
-            if "</call>" not in text or not engine.append(sample, answer(text)):    # tokens of the tool: not trained
+            text = await engine.generate(sample, stop=["</call>"])     # the model's tokens: trained on, with log-probs
+            if "</call>" not in text or not engine.append(sample, answer(text)):    # the tool's tokens: not trained on
                 break
         return sample
 """
@@ -56,8 +56,8 @@ class GenerateFunction:
 
     @property
     def continues_partial(self) -> bool:
-        """Whether the function can continue an aborted sample (its attribute `continues_partial` is true); otherwise an
-        aborted sample restarts from its prompt."""
+        """Return whether the function can continue an aborted sample (its attribute `continues_partial` is true);
+        otherwise an aborted sample restarts from its prompt."""
         return bool(getattr(self.function, "continues_partial", False))
 
 

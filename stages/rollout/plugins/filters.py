@@ -28,7 +28,7 @@ _MIN_STD = 1e-6  # reward standard deviations up to this value count as 0 (round
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """Decision of a filter: whether to train on a group, and the drop reason if not. With `keep_when_insufficient`, the
+    """Decision of a filter: whether to train on a group, and if not, the reason. With `keep_when_insufficient`, the
     group is kept anyway if dropping it would require sampling another batch of prompts."""
 
     keep: bool
@@ -55,8 +55,8 @@ BUILT_IN: tuple[Callable[..., Any], ...] = (check_reward_nonzero_std, check_rewa
 
 
 def load_filter(path: str, args: Any) -> Filter:
-    """Load the filter that `path` names. It gets copies of a group's samples, may take up to `args.reward_timeout`
-    seconds, and blocks the calling thread; from an event loop, use `asyncio.to_thread`."""
+    """Load the filter that `path` names, and return a function that calls it with copies of a group's samples. A call
+    blocks the thread for up to `args.reward_timeout` seconds; in an event loop, call it with `asyncio.to_thread`."""
     name = DEFAULT_NAMES["dynamic_sampling_filter_path"]
     plugin = Plugin(path, ("args", "samples"), default_name=name, timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:

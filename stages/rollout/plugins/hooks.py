@@ -3,15 +3,16 @@
     def sample_hook(args, sample)                 gets each sample after generation, before grading
     def sample_filter(args, groups)               gets the kept groups of a round; sets `remove_sample` on samples that
                                                   are not trained on
-    def process_all(args, groups, data_source)    gets all groups of a round, also dropped ones; changes are ignored
+    def process_all(args, groups, data_source)    gets all groups of a round, including dropped ones; changes are
+                                                  ignored
     def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
     def log_eval_rollout_data(rollout_id, args, data, extra_metrics)
-                                                  get the samples of the round's commit; numbers that they add to the
-                                                  metrics are recorded with it
+                                                  get the samples before the round's commit; numbers that they add to
+                                                  the metrics are recorded in the commit
 
 Hooks may be `async`. They get copies of the samples (user_sample.py), whose fields also have their aliases; changes are
 checked and then applied. A sample with `remove_sample` keeps its reward, which still counts in its group's mean. A hook
-blocks the calling thread for up to `--reward-timeout` seconds; from an event loop, use `asyncio.to_thread`.
+blocks the calling thread for up to `--reward-timeout` seconds; call it from an event loop with `asyncio.to_thread`.
 
 Two functions change the data that the trainer gets:
 
@@ -92,8 +93,8 @@ class Hooks:
 def run_log_function(
     config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
 ) -> dict[str, float]:
-    """Call the log function of rollouts or, for the evaluation of a `data_set`, of evaluations, and return the metrics
-    that it adds; {} if `config` names none. Raises PluginError."""
+    """Call the user-defined log function of rollouts or, if `data_set` is given, of evaluations. Return the metrics
+    that it adds; {} if `config` names no such function. Raises PluginError."""
     plugin = load_log_function(config, is_eval=data_set is not None)
     if plugin is None:
         return {}
@@ -125,7 +126,7 @@ def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin
 
 
 def numbers_of(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Return the metrics of a user-defined function as floats. Raises PluginError, which begins with `name`."""
+    """Return the metrics of a user-defined function as floats. Raises PluginError, whose message begins with `name`."""
     out = {}
     for key, value in metrics.items():
         try:
@@ -177,8 +178,9 @@ def load_train_data_function(config: RolloutConfig) -> Plugin | None:
 
 
 def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: PromptTokenizer) -> list[Sample]:
-    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. It gets
-    the samples that have a reward; the others are not trained on, and follow the changed ones. Raises PluginError."""
+    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. The
+    function gets only samples that have a reward; samples without one are not trained on, and are appended to the
+    result. Raises PluginError."""
     plugin = load_train_data_function(config)
     if plugin is None:
         return samples
@@ -218,8 +220,8 @@ class _Rows:
         trajectories = [origins[index].trajectory_id for index in self.index]
         if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
             raise PluginError(
-                f"{name} returned rollout_ids that are not one per sample of the generation: give rows of one sample "
-                "the same id, or return no rollout_ids"
+                f"{name} returned rollout_ids that differ between the rows of one generated sample, or are equal for "
+                "two: give the rows of one sample the same id, or return no rollout_ids"
             )
 
     def samples(self, taken: set[str]) -> list[Sample]:
@@ -241,13 +243,17 @@ class _Rows:
         origin = self.origins[self.index[row]]
         tokens, length = list(map(int, self.columns["tokens"][row])), int(self.columns["response_lengths"][row])
         if not 0 < length <= len(tokens):
-            raise PluginError(f"response_lengths is {length}, but there are {len(tokens)} tokens: count the response")
+            raise PluginError(
+                f"response_lengths is {length}, but there are {len(tokens)} tokens: give the number of response tokens"
+            )
         is_same = tokens == origin.token_ids
         logprobs = self._entry("rollout_log_probs", row)
         if logprobs is None and is_same:
             logprobs = origin.rollout_logprobs
         if origin.routed_experts is not None and not is_same:
-            raise PluginError("its tokens differ from the sample's, whose experts are recorded per token: keep them")
+            raise PluginError(
+                "its tokens differ from the sample's, whose experts are recorded per token: return the sample's tokens"
+            )
         view = UserSample(
             tokens=tokens,
             response_length=length,
@@ -263,7 +269,7 @@ class _Rows:
         truncated = self._entry("truncated", row)
         metadata = dict(origin.metadata)
         if checked.loss_mask != origin.loss_mask:
-            metadata.pop("policy_spans", None)  # numbers of trained tokens that are not those of this row
+            metadata.pop("policy_spans", None)  # its numbers of tokens would be wrong for this row
         return replace(
             origin,
             **{name: getattr(checked, name) for name in ("prompt", "response", "token_ids", "loss_mask")},
@@ -292,8 +298,8 @@ class _Rows:
             raise PluginError(f"{self.name} returned {type(returned).__name__}: return a dictionary of lists")
         if unknown := sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL})):
             raise PluginError(
-                f"{self.name} returned {', '.join(unknown)}, which shards have no column for, so that a replay would "
-                f"miss them: return {', '.join(REQUIRED)} and perhaps {', '.join(OPTIONAL)}"
+                f"{self.name} returned {', '.join(unknown)}, for which shards have no column, so a replay would lack "
+                f"them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
             )
         if missing := [name for name in REQUIRED if name not in returned]:
             raise PluginError(f"{self.name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
@@ -314,8 +320,8 @@ class _Rows:
             )
         if missing := sorted(set(range(num_samples)) - set(indices)):
             raise PluginError(
-                f"{self.name} returned no row of sample {missing[0]}, but optimizer steps need all: set its loss_masks "
-                "to 0 to exclude it"
+                f"{self.name} returned no row of sample {missing[0]}, but optimizer steps need a row of every sample: "
+                "to exclude the sample, return a row whose loss_masks are 0"
             )
         return indices
 

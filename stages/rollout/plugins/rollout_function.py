@@ -4,15 +4,15 @@
 
 `async` is optional. `data_source.get_samples(n)` returns n groups of pending samples, and `add_samples(groups)` hands
 groups back for later rounds. The function returns --rollout-batch-size groups that it got in this round. Samples
-without a reward are graded afterwards. A group that it neither returns nor hands back is dropped, with this reason.
+without a reward are graded afterwards. A group that the function neither returns nor hands back is dropped.
 
 `args` has the rollout's options, `args.engine` (EngineHandle), and `args.rollout`, the parts of the built-in
 rollout, which adapters (stages/plugins.py) call.
 
 With `evaluation=True` or --eval-function-path, the function generates an evaluation and returns a RolloutFnEvalOutput,
-the dictionary of one, or groups. It is called once for each data set, whose name and path are `args.eval_prompt_data`,
-gets all prompts from `data_source.get_samples(n)` with n = len(data_source.dataset), and returns all of them, so that
-evaluations stay comparable prompt by prompt.
+the dictionary in one, or groups. It is called once for each data set, whose name and path are `args.eval_prompt_data`.
+It gets all prompts from `data_source.get_samples(n)` with n = len(data_source.dataset), and must return all of them, so
+that evaluations can be compared prompt by prompt.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FunctionSource:
         return getattr(self._intake.source, name)
 
 
-@dataclass(eq=False, repr=False)  # `args` of a user's function is printed
+@dataclass(eq=False, repr=False)  # short when a user-defined function prints `args`
 class RolloutTools:
     """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or loop."""
 
@@ -164,7 +164,7 @@ class RolloutFunctionCall:
         self.rewards: dict[int, float] = {}  # id() of a returned sample -> reward that an evaluation returned beside it
 
     async def run(self, num_groups: int) -> CollectedGroups:
-        """Call the function, and return its groups and what became of the others. Raises PluginError."""
+        """Call the function, and return its groups, the buffered and the dropped groups. Raises PluginError."""
         args = SimpleNamespace(**self.config.plugin_arguments() | {"engine": self.handle, "rollout": self.tools})
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
         is_eval = self.data_set is not None
@@ -186,7 +186,7 @@ class RolloutFunctionCall:
         return CollectedGroups(sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=metrics)
 
     def _groups_of(self, returned: Any, num_groups: int) -> list[list[Any]]:
-        """Return the groups that the function returned. Raises PluginError if they are not those of a round."""
+        """Return the groups that the function returned. Raises PluginError if they are not groups of the round."""
         returned_samples = getattr(returned, "samples", returned)
         if self.data_set is not None:
             returned_samples, self.rewards = samples_of_evaluation(returned, self.data_set, self.name)
@@ -214,8 +214,8 @@ class RolloutFunctionCall:
         origins = {sample.trajectory_id: sample for sample in self.source.issued[parts[0].group_id]}
         if missing := sorted(origins.keys() ^ {part.trajectory_id for part in parts}):
             raise PluginError(
-                f"{self.name} returned group {parts[0].group_id!r} without, or with the unknown sample {missing[0]!r}: "
-                "return all samples of a group"
+                f"{self.name} returned group {parts[0].group_id!r} with other samples than it has ({missing[0]!r} is "
+                "missing or unknown): return all samples of a group"
             )
         group: Group = []
         numbers = dict.fromkeys(origins, 0)
@@ -233,7 +233,7 @@ class RolloutFunctionCall:
     def _checked_sample(self, origin: Sample, part: Sample) -> Sample:
         if part.status in (Status.PENDING, Status.ABORTED):
             raise PluginError(
-                f"its status is {part.status!s}: return finished samples, and hand others back with "
+                f"its status is {part.status!s}: return only finished samples, and hand other groups back with "
                 "data_source.add_samples"
             )
         sample = replace(
@@ -250,8 +250,8 @@ class RolloutFunctionCall:
         for version in getattr(part, "weight_versions", ()):
             if self.runner.round.policy_version_of(version) is None:
                 raise PluginError(
-                    f"weights {version!r} generated it, expected {self.runner.round.weight_version!r}: send requests "
-                    "to the engines of this run (args.sglang_router_ip)"
+                    f"the weights {version!r} generated it, but expected {self.runner.round.weight_version!r}: send "
+                    "requests to the engines of this run (args.sglang_router_ip)"
                 )
         if isinstance(sample.reward, dict):
             parse_reward(sample.reward, self.config.reward_key, self.name).apply(sample)
@@ -264,8 +264,7 @@ class RolloutFunctionCall:
         return sample
 
     def _unused(self, kept: set[str]) -> tuple[list[Group], list[tuple[Group, str]]]:
-        """Return the groups for later rounds, and the dropped ones with reasons: all issued groups that are not
-        kept."""
+        """Return the issued groups that are not kept: those for later rounds, and the dropped ones with reasons."""
         back = {group[0].group_id: group for collected in self.tools.collected for group in collected.buffered}
         reasons = {group[0].group_id: text for collected in self.tools.collected for group, text in collected.dropped}
         buffered, dropped = [], []
@@ -315,15 +314,16 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
 
 
 def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any, dict[int, float]]:
-    """Return the samples, perhaps in nested lists, that a function returned from an evaluation, and the rewards given
-    beside them by id() of a sample. Raises PluginError."""
+    """Return the samples (possibly in nested lists) that a function returned from an evaluation, and the rewards that
+    it returned in a separate list, as id() of the sample -> reward. Raises PluginError."""
     data = getattr(returned, "data", returned)
     if not isinstance(data, Mapping):
         return getattr(returned, "samples", returned), {}
     if set(data) != {data_set}:
         raise PluginError(
             f"{name} returned results of {', '.join(map(str, data)) or 'no data set'} from the evaluation on "
-            f"{data_set}: return those of the data set in args.eval_prompt_data; it is called once for each"
+            f"{data_set}: return only the results of the data set in args.eval_prompt_data; the function is called "
+            "once for each data set"
         )
     entry = data[data_set]
     if not isinstance(entry, Mapping) or "samples" not in entry:
@@ -336,7 +336,7 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
         return samples, {}
     if len(rewards) != len(samples) or not all(isinstance(sample, Sample) for sample in samples):
         raise PluginError(
-            f'{name} returned {len(rewards)} "rewards" beside {len(samples)} "samples": return one reward for each '
+            f'{name} returned {len(rewards)} "rewards" for {len(samples)} "samples": return one reward for each '
             "sample of a flat list, or no rewards"
         )
     numbers = {}

@@ -1,9 +1,9 @@
-"""Define `UserSample`, the class of the samples that user-defined functions get and return: a `Sample` some of whose
-fields have a second name, and which may have further attributes.
+"""Define `UserSample`, the class of the samples that user-defined functions get and return: a `Sample` that has second
+names for some fields, and may have further attributes.
 
 `checked_sample` converts a UserSample to a Sample before the sample is written to a shard. It fills in missing optional
-fields, and raises an error for inconsistent fields, which would train on the wrong tokens. The caller prepends the name
-of the user-defined function to the error.
+fields, and raises an error for inconsistent fields, with which the wrong tokens would be trained on. The caller
+prepends the name of the user-defined function to the error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ANSWERS: ContextVar[list[EngineAnswer] | None] = ContextVar("ANSWERS", default=N
 
 
 class JsonLabel(str):
-    """A label whose column has dictionaries: its JSON text, which can also be read like the dictionary."""
+    """The label of a column of dictionaries: JSON text whose entries can also be read as in a dictionary."""
 
     def __getitem__(self, key: Any) -> Any:
         return json.loads(self)[key] if isinstance(key, str) else super().__getitem__(key)
@@ -103,7 +103,7 @@ class UserSample(Sample):
     def _start_response(self, prompt_length: int) -> None:
         self._prompt_ids = tuple(self.token_ids[:prompt_length])
         self._response_length, self._sets_length = len(self.token_ids) - prompt_length, False
-        # A field that is still the same object after the call was not set by the user-defined function.
+        # A field that is still this object after the call was not set by the user-defined function.
         self._untouched = (self.loss_mask, self.rollout_logprobs)
 
     @classmethod
@@ -138,8 +138,8 @@ class UserSample(Sample):
         self._start_response(len(token_ids))
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_trained: bool) -> None:
-        """Append tokens to the response. Lists are extended in place, because a function may have other names for
-        them."""
+        """Append tokens to the response. Lists are extended in place, because a user-defined function may hold
+        references to them."""
         for name, untouched, earlier in zip(("loss_mask", "rollout_logprobs"), self._untouched, (1, math.nan)):
             values = getattr(self, name)
             if values is None or (values is untouched and len(values) != len(self.token_ids)):  # of another prompt
@@ -189,12 +189,12 @@ class UserSample(Sample):
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens: those before the response, if a function has set the length of the response."""
+        """Number of prompt tokens. If a function has set the length of the response: all tokens before the response."""
         return len(self.token_ids) - self._response_length if self._sets_length else len(self._prompt_ids)
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt. A function that replaces the tokens sets it, if the prompt changes."""
+        """Number of tokens after the prompt. A function that replaces the tokens must set it if the prompt changes."""
         return self._response_length
 
     @response_length.setter
@@ -267,8 +267,8 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
 
 
 def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
-    """Check that the tokens start with those of the prompt, unless the function has set another prompt, and that the
-    length of the response is possible. Raises PluginError."""
+    """Check that the tokens start with the tokens of the prompt, unless the function has set another prompt, and that
+    the length of the response fits. Raises PluginError."""
     own = len(sample._prompt_ids)
     keeps_prompt = tuple(token_ids[:own]) == sample._prompt_ids
     if not keeps_prompt and not sample._sets_length:

@@ -41,7 +41,7 @@ class RolloutRound:
     policy_version: int  # policy version that the engines serve; a response of another version is an error
     kind: Kind = "rollout"  # or "eval"
     id_prefix: str = ""  # prefix of group and sample ids, so that the ids of evaluations and rollouts differ
-    max_staleness: int = 0  # the round is trained at most so many versions after the policy version that generates it
+    max_staleness: int = 0  # maximum number of versions from the one that generates to the one that is trained
     updates_in_flight: bool = False  # weights are updated while it generates: responses may have any policy version
 
     @property
@@ -111,7 +111,7 @@ def is_too_old(group: Group, oldest: int) -> bool:
 
 
 def is_unfinished(group: Group) -> bool:
-    """Return whether a sample of a group waits for its generation or for the rest of it."""
+    """Return whether a sample of a group has not been generated completely."""
     return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
@@ -311,8 +311,9 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
 
 
 def issue_new_samples(source: RolloutDataSource, entry: Any) -> Group:
-    """Return an entry of `get_samples`, a sample or a group, as a list. Samples without ids, which the data source has
-    made by `Sample(prompt=..., label=..., metadata=...)`, become a group of the prompt of the first one."""
+    """Return an entry of `get_samples`, a sample or a group, as a list. Samples without ids, which a user-defined data
+    source has created as `Sample(prompt=..., label=..., metadata=...)`, become a group for the prompt of the first
+    one."""
     group = entry if isinstance(entry, list) else [entry]
     if not group or group[0].group_id:
         return group
@@ -389,8 +390,8 @@ class PromptIntake:
         self._skipped_before = self.source.dataset.state.skipped
 
     def groups_discarded_by_source(self, used: Sequence[Group]) -> list[Group]:
-        """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
-        before, but neither `used` nor in the buffer."""
+        """Return the groups that the data source discarded in `add_samples`: groups that were requested in this round
+        or buffered before, and are neither in `used` nor in the buffer."""
         accounted = {group[0].group_id for group in [*used, *self.buffered_groups]}
         return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
 

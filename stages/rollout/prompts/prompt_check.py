@@ -101,7 +101,7 @@ def read_first_rows(config: PromptConfig) -> list[RewardRow]:
 
 
 def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
-    """Yield what a reward reads of rows in canonical JSON; messages are JSON text."""
+    """Yield the fields that a reward reads, from rows in canonical JSON; messages become JSON text."""
     for number, row in enumerate(rows):
         content, label, metadata, *_ = json.loads(row)
         text = content if isinstance(content, str) else json.dumps(content)

@@ -4,8 +4,8 @@ An entry of --prompt-data is a sequence of rows: those of a file, or of all file
 another. The suffix `@[a:b]` selects rows a to b - 1 of the sequence. prompt_rows.py validates the rows; source.py
 orders them.
 
-There are two kinds of blocks: JSON text, also for CSV, whose values are text, and record batches for all formats that
-pyarrow reads. Reading ends: pipes and devices are refused, and so are decompression bombs.
+There are two kinds of blocks: JSON text (JSON files, and CSV files, whose values are text), and record batches of all
+formats that pyarrow reads. Pipes, devices and decompression bombs are refused, because reading them might not end.
 docs/design/0028-our-own-reading-of-prompts.md says why the files are not read by pyarrow.dataset.
 """
 
@@ -252,8 +252,8 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
             rest += data
             if len(rest) > _MAX_ROW:
                 raise DataError(
-                    f"{path}:{number}: line of more than {_MAX_ROW >> 20} MiB; every line must be one JSON object of "
-                    "one row: split the file into lines"
+                    f"{path}:{number}: the line has more than {_MAX_ROW >> 20} MiB, but every line must be the JSON "
+                    "object of one row: split the file into lines"
                 )
             continue
         lines = (rest + data[:end]).split(b"\n")
@@ -293,8 +293,8 @@ def _array_blocks(file: BinaryIO, path: str, data: bytes) -> Iterator[JsonRows]:
         data = _read(file, path, f"row {number}")
     if not _END.fullmatch(text):
         raise DataError(
-            f"{path} row {number}: malformed element of the array ({problem or 'found no comma or ]'}); every element "
-            "must be one JSON object: repair or remove it"
+            f"{path} row {number}: malformed element of the array ({problem or 'found no comma or ]'}), but every "
+            "element must be one JSON object: repair or remove it"
         )
 
 
@@ -306,7 +306,7 @@ def _read(file: BinaryIO, path: str, where: str) -> bytes:
 
 
 def _csv_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
-    """Yield the rows as JSON objects of text, because CSV has no types: 007 and 2.00 stay as they are.
+    """Yield the rows as JSON objects whose values are text, because CSV has no types: 007 and 2.00 are not changed.
 
     pyarrow.csv would read 32 blocks ahead, and refuse a row that is longer than two blocks (pyarrow 25).
     """
@@ -390,11 +390,11 @@ def field_names(fields: Iterable[pa.Field]) -> dict[str, Any]:
 
 
 MAX_RATIO = 200  # decompressed bytes per byte of the file; text has up to 20, a bomb 1,000 and more
-FREE_BYTES = 256 << 20  # decompressed bytes from which on the ratio is checked
+FREE_BYTES = 256 << 20  # the ratio is checked only after so many decompressed bytes
 
 
 class _Decompressed(io.RawIOBase):
-    """A decompressed file. Reading it raises DataError where the compressed file is damaged, and in a bomb."""
+    """A decompressed file. Reading it raises DataError if the compressed file is damaged or a decompression bomb."""
 
     def __init__(self, file: Any, name: str, compressed_bytes: int) -> None:
         self._file, self._name, self._num_bytes = file, name, 0
@@ -420,7 +420,7 @@ class _Decompressed(io.RawIOBase):
         if self._num_bytes > self._limit:
             raise DataError(
                 f"{self._name} has more than {self._limit} bytes when decompressed, {MAX_RATIO} times its size: "
-                "decompress it yourself if that is right"
+                "decompress it yourself if the file is as large as this"
             )
         buffer[: len(data)] = data
         return len(data)

@@ -5,8 +5,8 @@ has tools; other columns are ignored. PromptSource hashes these lines to check t
 The same rows give the same lines in every format.
 
 With `--num-data-workers`, worker processes convert the blocks. The rows and their order do not depend on the number of
-processes: blocks are distributed round robin, and results are returned in order. A worker has one block at a time, so
-that the memory is bounded.
+processes: blocks are distributed round robin, and results are returned in order. A worker has one block at a time, to
+bound the memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class JsonRows:
-    """A block of consecutive rows of a JSON file, not parsed yet."""
+    """A block of consecutive unparsed rows of a JSON file."""
 
     names: list[str]  # file and line of every row; the number of the row in an array
     rows: list[bytes]
@@ -84,7 +84,7 @@ class ArrowRows:
 
     path: str
     first: int  # number of the first row in the file, from 0
-    batch: pa.RecordBatch  # its columns have the names that `Columns` has: `a.b` is field `b` of column `a`
+    batch: pa.RecordBatch  # columns have the names in `Columns`, where `a.b` is field `b` of the file's column `a`
 
     def __len__(self) -> int:
         return int(self.batch.num_rows)
@@ -254,7 +254,9 @@ def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=_decimal_to_number, **style)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: column {key!r} holds what JSON text cannot ({error}): convert the column") from None
+        raise DataError(
+            f"{where}: column {key!r} has a value that cannot be written as JSON ({error}): convert the column"
+        ) from None
 
 
 def _decimal_to_number(value: Any) -> int | float:

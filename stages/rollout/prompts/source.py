@@ -93,8 +93,8 @@ Segments = list[tuple[int, Segment]]  # (index in SourceState.segments, segment)
 
 
 class PromptSource:
-    """The rows of all entries of --prompt-data, and their order in every epoch: that of the files, or a new random one
-    (`shuffle`). With `weights`, entries are mixed; without, they are visited one after another."""
+    """The rows of all entries of --prompt-data, and their order in every epoch: the order of the files or, with
+    `shuffle`, a new random order. With `weights`, entries are mixed; without, they are visited one after another."""
 
     def __init__(
         self,
@@ -181,11 +181,11 @@ class PromptSource:
         prompts: list[Prompt] = []
         skipped = skipped_in_a_row = 0
         while len(prompts) < count:
-            batch = []  # only as many prompts as are missing, so that every visited prompt is served or skipped
+            batch = []  # never more prompts than are missing, so that every visited prompt is served or skipped
             for _ in range(count - len(prompts)):
                 if (
                     cursor == num_rows
-                ):  # checked only when the next prompt is read, so that rows appended meanwhile join this epoch
+                ):  # checked only when the next prompt is read, so that rows appended before that join this epoch
                     epoch, cursor = epoch + 1, 0
                 batch.append(self._read_prompt(segments, epoch, cursor))
                 cursor += 1

@@ -97,7 +97,8 @@ def open_spooled_rows(
     parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, fingerprints: Sequence[str], cache: str | None
 ) -> Spooled:
     """Return the rows of an entry of --prompt-data from the cache (`--data-cache`; default: `penstock/prompts` in the
-    user's cache directory); if it lacks them, write them first. `fingerprints` change when the source files change.
+    user's cache directory); if they are not there, write them first. `fingerprints` change when the source files
+    change.
     Raises DataError."""
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     disk = _Cache(Path(cache or Path(user_cache, "penstock/prompts")))
@@ -180,7 +181,7 @@ class _Cache:
             raise DataError(
                 f"{self.directory} cannot store the prompts of --streaming-data "
                 f"({'no space left' if full else error.strerror or error}): "
-                "name a writable directory with enough space with --data-cache, or leave out --streaming-data"
+                "name a writable directory with enough space with --data-cache, or omit --streaming-data"
             ) from error
 
 

@@ -61,8 +61,8 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
 def join_pieces(
     pieces: Sequence[Piece], encoded: Sequence[list[int]], max_seq_len: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids and the loss mask (0 or 1 per token) of a conversation from those of its pieces, which are
-    tokenized separately, so that a prompt has the same ids as in generation. Raises DataError."""
+    """Return the token ids and the loss mask (0 or 1 per token) of a conversation. `encoded` has the token ids of each
+    piece: pieces are tokenized separately, so that a prompt has the same ids as in generation. Raises DataError."""
     token_ids = [token for ids in encoded for token in ids]
     loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]
     if max_seq_len is not None and len(token_ids) > max_seq_len:
@@ -72,7 +72,7 @@ def join_pieces(
         )
     if not any(loss_mask):
         raise DataError(
-            "the conversation trains no token: give an assistant message with content and without "
+            "no token of the conversation would be trained on: add an assistant message with content and without "
             '"step_loss_mask": 0, or remove the row'
         )
     return token_ids, loss_mask
@@ -172,7 +172,7 @@ class _Conversation:
         shared = _common_prefix(gap, tail)
         added = [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
         ends = [shared.rfind(token) + len(token) for token in added if token in shared]
-        if shared == gap or ends:  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
+        if shared == gap or ends:  # the prompt may end with text that the whole conversation lacks: a reasoning tag
             return content if is_start or shared == gap else position + max(ends)
         raise _cannot_locate_error(
             f"the text before message {index + 1} differs from the prompt rendered to generate this message"
@@ -196,11 +196,11 @@ class _Conversation:
         of the message; otherwise, tool calls may begin with tags before it."""
         try:
             return self._locate_marks(index, _mark_texts(self.messages[index], also_empty=True))[0], True
-        except TemplateError:  # for example, DeepSeek V3 writes tool calls only beside null content
+        except TemplateError:  # for example, DeepSeek V3 writes tool calls only if the content is null
             return self._locate_marks(index, _mark_texts(self.messages[index]))[0], False
 
     def span_end(self, index: int) -> int:
-        """Return the end of this span."""
+        """Return the end in `text` of the span of the assistant message `messages[index]` that SFT trains on."""
         marked, _, position = self._mark_and_locate(index)
         closing = rest = self.text[position:]
         if index + 1 < len(self.messages):

@@ -3,7 +3,7 @@ a template is untrusted code that comes with a checkpoint.
 
 One child process (stages/worker_process.py) renders all templates for all threads of this process. It starts at the
 first rendering and exits with this process. If rendering a chat takes more than `RenderLimits.cpu_seconds`, SIGPROF
-kills it. It imports this module: only Jinja and the standard library, so that it starts in 0.2 s.
+kills it. The child process imports this module, which needs only Jinja and the standard library, so it starts in 0.2 s.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RenderLimits:
     """Limits for rendering one conversation with a chat template."""
 
     cpu_seconds: float = 5.0
-    wall_seconds: float = 120.0  # in case the child process is stopped or swapped out
+    wall_seconds: float = 120.0  # wall-clock time, for the case that the child process is stopped or swapped out
     memory_bytes: int = 1 << 30
     max_chars: int = 1 << 24
 
@@ -63,7 +63,7 @@ class TemplateRenderer:
     ) -> list[str | TemplateError]:
         """Render conversations (JSON-serializable); return the text of each, or the error that rendering it raised.
         `mark` is written before and after every `{% generation %}` block."""
-        # The same time for all chats, because their texts are compared.
+        # Templates see the same current time for all chats, because the rendered texts are compared.
         head = json.dumps(
             {"template": template, "options": options or {}, "mark": mark, "now": time.time()}, default=str
         )
@@ -197,8 +197,8 @@ CALL_FORMS: tuple[CallForm, ...] = ((False, ""), (False, None), (True, ""), (Tru
 
 
 def normalize_messages(messages: Any) -> Messages:
-    """Return messages whose content is text, or null beside tool calls. Text parts are joined, and null fields, which
-    Parquet adds, are removed. Raises DataError."""
+    """Return messages whose content is text, or null if they have tool calls. Text parts are joined, and null fields,
+    which Parquet adds, are removed. Raises DataError."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{preview(messages)} has no messages: give a list of messages with role and content")
     result = []

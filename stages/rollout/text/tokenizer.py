@@ -42,7 +42,7 @@ class PromptTokenizer:
     """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError."""
 
     template_options: Mapping[str, Any] = MappingProxyType({})
-    generation_end_ids: Sequence[int] = ()  # that generation_config.json names
+    generation_end_ids: Sequence[int] = ()  # ids of the end tokens in generation_config.json
 
     def __init__(
         self, directory: str | Path, *, apply_chat_template: bool, template_options: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ class PromptTokenizer:
             raise ModelError(f"the tokenizer in {directory} does not load ({reason}): restore its files") from error
         if apply_chat_template and not self.inner.chat_template:
             raise TemplateError(
-                f"the tokenizer in {directory} has no chat template: add chat_template.jinja, or leave out "
+                f"the tokenizer in {directory} has no chat template: add chat_template.jinja, or omit "
                 "--apply-chat-template"
             )
         self.apply_chat_template = apply_chat_template
@@ -78,7 +78,7 @@ class PromptTokenizer:
         message; without the template, prompts are unchanged. Raises TemplateError."""
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), (
-                "a prompt is a list of messages, which needs --apply-chat-template (see check_prompt_data)"
+                "a prompt is a list of messages, which needs a chat template: give --apply-chat-template"
             )
             if not all(prompts):
                 raise DataError("a prompt is empty: every prompt needs text")
@@ -193,15 +193,15 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 class _TorchOnUse(ModuleType):
-    """Stands for torch in a module that rarely needs it: imports torch when one of its attributes is read."""
+    """Placeholder for torch in a module that rarely needs it: imports torch when one of its attributes is read."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("torch"), name)
 
 
 def _import_gguf_module() -> None:
-    """Import the only module below transformers' tokenizers that imports torch, so that it does so when it reads a GGUF
-    file: the import of torch takes seconds."""
+    """Import transformers' module for GGUF files with a placeholder for torch, so that torch is imported only when a
+    GGUF file is read. It is the only module of the tokenizers that imports torch, which takes seconds."""
     if "transformers.modeling_gguf_pytorch_utils" in sys.modules:
         return
     importlib.import_module("transformers.tokenization_utils_base")  # the modules that it imports must see torch
@@ -229,7 +229,7 @@ def check_tokenizer(
         return tokenizer
     if tools and "tools" not in tokenizer.chat_template_source(tools=True):
         raise TemplateError(
-            f"the chat template in {directory} does not write tool definitions: use a template that does, or leave out "
+            f"the chat template in {directory} does not write tool definitions: use a template that does, or omit "
             "--tool-key"
         )
     [result] = tokenizer.try_render([([{"role": "user", "content": "1+1="}], None, True)])
@@ -241,14 +241,14 @@ def check_tokenizer(
 
 
 def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directory: str | Path) -> None:
-    """Check that a teacher knows every token of the policy under the same id; it may have further tokens. Raises
-    ModelError."""
+    """Check that the teacher's tokenizer has every token of the policy's under the same id; it may have further tokens.
+    Raises ModelError."""
     ids = teacher.inner.get_vocab()
     for token, id in policy.inner.get_vocab().items():
         if ids.get(token) != id:
             raise ModelError(
                 f"the teacher {directory} has the id {ids.get(token)} for the token {token[:40]!r}, but the policy has "
-                f"{id}, so that it would score other tokens: give a teacher with the policy's tokenizer"
+                f"{id}, so the teacher would score other tokens: give a teacher with the policy's tokenizer"
             )
 
 
@@ -262,7 +262,7 @@ def read_token_ids(path: Path, name: str) -> list[int]:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is not a JSON object ({error}): restore the file, or remove it") from None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    least = -1 if name == "pad_token_id" else 0  # some models write -1 for none
+    least = -1 if name == "pad_token_id" else 0  # some models write -1 for "no pad token"
     if bad := [number for number in ids if type(number) is not int or number < least]:
         raise ModelError(f"{path} has {name} {bad[0]!r:.40}, which is not a token id: correct it, or use null")
     return ids
@@ -285,7 +285,7 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
         if used.get(token, written) != written:
             raise ModelError(
                 f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
-                f"{used[token]}, because ids must follow each other: restore tokenizer.json"
+                f"{used[token]}, because ids must be consecutive: restore tokenizer.json"
             )
     end_ids = []
     for file in (Path(directory) / "config.json", Path(directory) / "generation_config.json"):

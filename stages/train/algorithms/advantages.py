@@ -26,8 +26,8 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
     """Return the advantages of all trained tokens of a rollout.
 
     Raises:
-        PluginError: the user-defined estimator does not return one finite number per token, or fails or has another
-            result on some of the ranks.
+        PluginError: the user-defined estimator does not return one finite number per token, or it fails or returns
+            different results on some ranks.
     """
     if config.custom_advantage_function_path is not None:
         path = config.custom_advantage_function_path

@@ -27,7 +27,7 @@ class Experience:
     ref_logprobs: Tensor | None = None  # [N] log-probs of the frozen reference
     teacher_logprobs: Tensor | None = None  # [N] log-probs of the teacher, for distillation
     values: Tensor | None = None  # [N] values of the critic before its update
-    normalize_rewards: bool = True  # False: a user-defined function of the rollout has done it (TRAIN_REWARD)
+    normalize_rewards: bool = True  # False: a user-defined function of the rollout has set the rewards (TRAIN_REWARD)
 
     def policy_logprobs(self, use_rollout_logprobs: bool) -> Tensor:  # [N]
         """Return the old log-probs (of the policy before the update), computed by the engine with
@@ -53,7 +53,7 @@ class TokenFields:
 
     advantages: Tensor  # [n]
     rollout_logprobs: Tensor  # [n] log-probs of the inference engine at sampling
-    old_logprobs: Tensor | None = None  # [n] of the policy before the update, from the trainer; None = use current ones
+    old_logprobs: Tensor | None = None  # [n] log-probs before the update, from the trainer; None = use current ones
     ref_logprobs: Tensor | None = None  # [n] log-probs of the frozen reference
     returns: Tensor | None = None  # [n] targets of the critic
     values: Tensor | None = None  # [n] values of the critic before its update

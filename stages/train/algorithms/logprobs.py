@@ -129,8 +129,8 @@ def softmax_gradient(
     max_x: Tensor,  # [t]
     scale: Tensor,  # [t]
     slope: Tensor | None,  # [t]; None: zeros
-    columns: Tensor,  # [t] int64, one column of each row
-    at_columns: Tensor,  # [t] value that is added to the result at `columns`
+    columns: Tensor,  # [t] int64, the column of each row's sampled token
+    at_columns: Tensor,  # [t], added there; 0 if another rank has that column
 ) -> Tensor:  # [t, V] in the dtype of logits, rounded once
     """Return the gradient of log-probs and entropies with respect to the logits, for the coefficients that the backward
     pass has computed: exp(x - max_x) * (scale + slope * (x - max_x)), x = logits / temperature, with `at_columns` added

@@ -251,9 +251,10 @@ def kl_estimate(
 ) -> Tensor:  # [n]
     """Estimate KL(policy || reference) from sampled tokens (joschu.net/blog/kl-approx.html).
 
-    With d = log pi - log pi_ref: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, low_var_kl = k3 clamped to +-10. `ratio`,
-    with which the estimate is multiplied before it is clamped, corrects for tokens that the policy before the update
-    sampled, and makes the gradient of k3 an unbiased estimate of the KL's gradient (DeepSeek-V3.2, arXiv 2512.02556).
+    With d = log pi - log pi_ref: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, low_var_kl = k3 clamped to +-10. The
+    estimate is multiplied by `ratio`, if given, before it is clamped. This corrects for tokens that the policy before
+    the update sampled, and makes the gradient of k3 an unbiased estimate of the KL's gradient (DeepSeek-V3.2, arXiv
+    2512.02556).
     """
     difference = logprobs - ref_logprobs
     if kind == "k1":

@@ -32,19 +32,20 @@ EXPERIENCE_KEYS = {  # key of rollout_data -> field of Experience that the updat
     "rollout_log_probs": "rollout_logprobs",
     "values": "values",
 }
-TOKEN_FIELDS = ("sample_index", "teacher_logprobs", *EXPERIENCE_KEYS.values())  # of Experience, with N entries
+# Fields of Experience with one entry per trained token.
+TOKEN_FIELDS = ("sample_index", "teacher_logprobs", *EXPERIENCE_KEYS.values())
 
 
 def postprocess_rollout(
     path: str, batch: Batch, experience: Experience, estimate: Estimate, config: AlgorithmConfig
 ) -> tuple[Batch, Experience, Estimate]:
-    """Return the rollout as the function of `path` has changed it. The batch is the same object unless the function has
-    masked tokens, which the other results then lack.
+    """Return the rollout as the user-defined function at `path` has changed it. The batch is the same object unless the
+    function has masked tokens; experience and estimate then do not contain these tokens.
 
     Raises:
-        PluginError: the function returns a value, changes something that is not read back, leaves tensors of other
-            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained, or fails or has
-            another result on some of the ranks.
+        PluginError: the function returns a value; changes something that is not read back; leaves tensors of other
+            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained; or it fails or has
+            different results on some ranks.
     """
     joined = call_on_every_rank(
         lambda: _call_function(path, batch, experience, estimate, config),
@@ -66,9 +67,9 @@ def postprocess_rollout(
 
 def _call_function(
     path: str, batch: Batch, experience: Experience, estimate: Estimate, config: AlgorithmConfig
-) -> dict[str, Tensor]:  # of the N trained tokens
-    """Call the function with the data of the rollout, and return what it has changed it to, by key of rollout_data:
-    the entries that the update reads, and "loss_masks". Raises PluginError; see `postprocess_rollout`."""
+) -> dict[str, Tensor]:  # values of the N trained tokens
+    """Call the function with the data of the rollout, and return the entries of rollout_data after the call: those that
+    the update reads, and "loss_masks". Raises PluginError; see `postprocess_rollout`."""
     option = "rollout_data_postprocess_path"
     function = load_checked_function(path, DEFAULT_NAMES[option], PLUGINS[option])
     name = describe_path(with_function_name(path, DEFAULT_NAMES[option]))
@@ -86,7 +87,7 @@ def _call_function(
         raise PluginError(f"{name} returned a value: change the tensors of rollout_data, and return None")
     if unknown := sorted(data.keys() ^ {*tokens, *fixed, "loss_masks"}):
         raise PluginError(
-            f"{name} adds or removes {unknown[0]!r} of rollout_data, which is not used: leave it as it is"
+            f"{name} adds or removes {unknown[0]!r} of rollout_data, but its keys are fixed: change only the values"
         )
     if changed := [key for key, values in copies.items() if not _are_equal(data[key], values)]:
         raise PluginError(
@@ -102,7 +103,7 @@ class _Responses:
 
     Args:
         batch: the rollout.
-        name: of the function, for messages.
+        name: name of the function, for messages.
     """
 
     def __init__(self, batch: Batch, name: str) -> None:
@@ -155,8 +156,8 @@ class _Responses:
         total = sum(float(torch.as_tensor(part).sum()) for part in parts)
         if not ((kept == 0) | (kept == 1)).all() or total != float(kept.sum()):
             raise PluginError(
-                f"{self.name} sets loss_masks to something else than 0, or than 1 where it was 1: set it to 0 for "
-                "tokens that must not be trained"
+                f"{self.name} sets loss_masks to a value other than 0 or 1, or to 1 where it was 0: change it only to "
+                "0, for tokens that must not be trained on"
             )
         return kept.bool()
 

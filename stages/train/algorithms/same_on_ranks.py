@@ -20,7 +20,7 @@ ADVICE = (
 
 
 def call_on_every_rank(call: Callable[[], T], tensors_of: Callable[[T], Iterable[Tensor | None]], name: str) -> T:
-    """Return the result of `call`, after the check that it is the same on all ranks. Collective, also if `call` raises.
+    """Return the result of `call` after checking that it is the same on all ranks. Collective, also if `call` raises.
 
     Args:
         call: calls the user-defined function, and checks its result.
@@ -29,7 +29,7 @@ def call_on_every_rank(call: Callable[[], T], tensors_of: Callable[[T], Iterable
 
     Raises:
         PluginError: `call` fails on some ranks only, or its results differ between ranks.
-        Exception: that of `call`, if it fails on every rank.
+        Exception: the exception of `call`, if it fails on every rank.
     """
     if not dist.is_initialized():
         return call()

@@ -10,7 +10,7 @@ ProfileTarget = Literal["train_overall", "train_actor", "train_log_probs"]
 
 
 class DiagnosticsConfig(StageConfig):
-    """What every rank of the trainer records besides the results. Nothing here changes a result."""
+    """Additional data that every rank of the trainer records. None of these options changes a result."""
 
     use_pytorch_profiler: bool = option(False, mutability="placement")
     """Trace training with torch.profiler: one file per round and rank in --profile-dir."""
@@ -47,5 +47,5 @@ class DiagnosticsConfig(StageConfig):
     and --memory-snapshot-num-steps)."""
 
     save_debug_train_data: str | None = option(None, mutability="placement", min_length=1)
-    """Write the data that each round is trained on (tokens, log-probs, advantages, ...) to this path, which contains
-    {rollout_id}; {rank} is 0, the rank that writes."""
+    """Write the data that each round is trained on (tokens, log-probs, advantages, ...) to this path, which must
+    contain {rollout_id}. It may contain {rank}, which is always 0, the rank that writes the file."""

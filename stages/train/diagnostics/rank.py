@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from penstock.stages.train.step import TrainedRound
 
 logger = logging.getLogger(__name__)
-MAX_MEMORY_EVENTS = 1_000_000  # allocations and frees that a snapshot has
+MAX_MEMORY_EVENTS = 1_000_000  # maximum number of allocations and frees in a snapshot
 
 
 class RankDiagnostics:
-    """Traces rounds and records memory on one rank, as `config` says.
+    """Traces rounds and records memory on one rank, as `config` requests.
 
     Args:
         config: which rounds and parts are traced, and where files are written.
@@ -34,13 +34,13 @@ class RankDiagnostics:
 
     def __init__(self, config: DiagnosticsConfig, run: str, rank: int) -> None:
         self.config, self.run, self.rank = config, run, rank
-        self.notes: list[str] = []  # what was written since they were last taken
+        self.notes: list[str] = []  # one line per file written since the last call of `take_notes`
         self._recorder: Any = None  # memray's tracker
         self._is_recording = False
-        self._num_rounds = 0  # since recording began
+        self._num_rounds = 0  # number of rounds since recording began
 
     def take_notes(self) -> list[str]:
-        """Return what this rank has written since the last call, one line per file."""
+        """Return one line for each file that this rank has written since the last call."""
         notes, self.notes = self.notes, []
         return notes
 
@@ -101,7 +101,7 @@ class RankDiagnostics:
     # ---- end of a round ----------------------------------------------------------------------------------------------
 
     def end_round(self, rollout_id: int, table: pa.Table, batch: Batch, trained: TrainedRound) -> None:
-        """Write the data that a round was trained on, and the memory snapshot, as far as they are requested.
+        """Write the data that a round was trained on, and the memory snapshot, if they are requested.
 
         Args:
             rollout_id: number of the round.
@@ -150,11 +150,11 @@ class RankDiagnostics:
         else:
             note = f"wrote the memory snapshot {path} (one per rank; open it in https://pytorch.org/memory_viz)"
             self.notes.append(note)
-            logger.warning(note)  # in the log of the rank, if it is about to run out of memory
+            logger.warning(note)  # logged at once, because the rank may be about to run out of memory
 
     def _snapshot_path(self, name: str) -> Path:
         path = Path(self.config.memory_snapshot_dir or ".", self.config.memory_snapshot_path).expanduser()
         return path.with_name(f"memory_{self.run}_{name}_rank{self.rank}_{path.name}")
 
     def _report_failure(self, path: Path, error: Exception) -> None:
-        self.notes.append(f"{path} is not written ({type(error).__name__}: {error}); training continues")
+        self.notes.append(f"{path} could not be written ({type(error).__name__}: {error}); training continues")

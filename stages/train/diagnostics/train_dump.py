@@ -1,4 +1,4 @@
-"""--save-debug-train-data: what a round was trained on, in a file that other tools read.
+"""Write the data that a round was trained on to a file that other tools read (--save-debug-train-data).
 
 The file has {"rollout_id", "rank", "samples"}, with a dictionary per sample, in the order of the rollout's samples.
 Every rank holds the data of all samples, so rank 0 writes them.
