@@ -18,6 +18,7 @@ from penstock.stages.rewards.outcome import Outcome, parse_reward, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 from penstock.storage.samples.sample import Sample
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""

@@ -15,6 +15,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, decode_record, encode_commit, has_matching_digest
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
 from penstock.storage.samples.shards import read_samples
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 BAD, ESCAPED = "a\ud83db", "a\\ud83db"  # the first half of an emoji
 FIELDS: dict[str, tuple[Any, Any]] = {  # field of a sample -> invalid value, stored value
