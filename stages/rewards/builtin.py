@@ -14,8 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import xxhash
 
 from penstock.stages.rewards.instructions import ifbench as _ifbench_checks  # noqa: F401 - registers CHECKS
@@ -26,9 +27,6 @@ from penstock.stages.rewards.math.tokens import WORD, possible_tokenizations
 from penstock.storage.errors import RewardError, nearest_name
 from penstock.storage.samples.sample import Sample
 from penstock.storage.secrets import redact
-
-if TYPE_CHECKING:
-    import aiohttp
 
 # ---- math and deepscaler ---------------------------------------------------------------------------------------------
 # Answer and label are tokenized (math/tokens.py), parsed as a list, set, tuple, interval, matrix or relation of
@@ -436,8 +434,6 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
 
 
 async def _post(url: str, body: dict[str, str], seconds: float) -> Any:
-    import aiohttp  # here: it takes a quarter of the start of a grading process
-
     global _session
     if _session is None:
         _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker_process.py limits them
