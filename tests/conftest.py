@@ -33,6 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="penstock-tests-prefect-")  # not the user's database
 os.environ.pop("PREFECT_API_URL", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode every process starts 2 s later
+sys.dont_write_bytecode = False  # of this process: pytest would rewrite every assertion again, 10 s of each worker
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: Ray and SGLang need the cores too
 

@@ -146,10 +146,15 @@ BARE_TEXT = re.compile(
 )
 
 
+SUSPECT = re.compile(rf"(from|import) ({'|'.join(PACKAGES)})\b|[\"']({'|'.join(PACKAGES)})\.")  # others are not parsed
+
+
 def bare_names(root: Path) -> list[str]:
     """Nothing imports a package of ours without `penstock.` in front, not even by a name in a string."""
     out = []
     for path in all_files(root):
+        if not SUSPECT.search(path.read_text(encoding="utf-8")):
+            continue
         where = path.relative_to(root).as_posix()
         out += [f"{where}:{f.line} imports {f.name}" for f in imports(path) if f.name.split(".")[0] in PACKAGES]
         for node in nodes(path) if path.name != Path(__file__).name else ():

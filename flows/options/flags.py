@@ -115,7 +115,7 @@ def apply_custom_config(values: Values) -> None:
     for key, value in _read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
-        words = [] if value is True else [str(value)]
+        words = [] if value is True or isinstance(value, dict | list) else [str(value)]  # no synonym takes these
         negates = flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in penstock_flags()
         stands_for = synonym_of(flag, [] if value is False else words)
         if value is False and (negates or stands_for):

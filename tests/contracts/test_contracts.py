@@ -11,6 +11,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from tests.contracts.contracts import CONTRACTS, Bench
 from tests.contracts.plugins import HERE
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 
 def test_function_keeps_its_contract(kind: str, path: str, bench: Bench) -> None:

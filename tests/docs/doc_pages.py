@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import sys
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from multiprocessing.connection import wait  # takes any file descriptor, select only those below 1024
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -112,8 +112,7 @@ class Terminal:
             text = ESCAPES.sub("", output.decode(errors="replace")).replace("\r", "")
             if reached(text):
                 return text
-            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no end after {seconds} s:\n{text[-3000:]}"
+            assert wait([self._fd], max(0.0, deadline - time.monotonic())), f"no end after {seconds} s:\n{text[-3000:]}"
             data = os.read(self._fd, 1 << 16)
             assert data, f"the shell ended:\n{text[-3000:]}"
             output += data

@@ -11,7 +11,7 @@ import sys
 from itertools import cycle
 
 import pytest
-from harness import POINTS, ROUNDS, Pipeline, World, tiny_flags
+from harness import ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
 from penstock.flows.commands.demo_model import make_tiny_model
@@ -36,7 +36,14 @@ def test_processes_of_a_killed_driver_end_and_are_restored(world: World) -> None
     assert [point for point in points if point[2] > 1] == []
 
 
-ADAPTER_POINTS = tuple(name for point in POINTS for name in (point, *("adapter-loaded",) * (point == "publish-after")))
+ADAPTER_POINTS = (  # where adapters are trained, loaded, saved or exported; the others do the same as without
+    "train-mid-step",
+    "publish-after",
+    "adapter-loaded",
+    "checkpoint-saving",
+    "checkpoint-before-commit",
+    "export-writing",
+)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,7 @@ ADAPTER_POINTS = tuple(name for point in POINTS for name in (point, *("adapter-l
         pytest.param(list(zip(ADAPTER_POINTS, cycle(("tree", "engine")))), "synchronous", marks=pytest.mark.full),
         pytest.param([("adapter-loaded", "engine"), ("adapter-loaded", "tree")], "streaming", marks=pytest.mark.full),
     ],
-    ids=["two kills", "every boundary", "streaming"],
+    ids=["two kills", "boundaries of adapters", "streaming"],
 )
 def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, str]], mode: str) -> None:
     """The engines apply each version's adapters, also those that restart: log-probs of engine and trainer agree to

@@ -23,6 +23,7 @@ from penstock.storage.samples.shards import read_samples
 from penstock.storage.sql_views import execute, open_connection
 from penstock.storage.store import Store, read_commits
 from penstock.storage.tracking.tracker import RunCommits
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
 

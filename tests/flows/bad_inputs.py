@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,19 +153,18 @@ def rows_of_toml() -> Iterator[Bad]:
             yield toml(f"[{section}]\n{name} = {value}\n", flag_of_field(name), without=flag_of_field(name))
 
 
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
 def _choices(annotation: Any) -> list[Any]:
-    alternatives = (
-        typing.get_args(annotation)
-        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        else (annotation,)
-    )
-    return [
-        choice for one in alternatives if typing.get_origin(one) is typing.Literal for choice in typing.get_args(one)
-    ]
+    literals = [kind for kind in _alternatives(annotation) if typing.get_origin(kind) is typing.Literal]
+    return [choice for literal in literals for choice in typing.get_args(literal)]
 
 
 def _is_list(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is list
+    return any(typing.get_origin(kind) is list for kind in _alternatives(annotation))
 
 
 def _below_bound(metadata: Iterable[Any]) -> float | None:
@@ -736,34 +735,30 @@ def rows_of_data() -> Iterator[Bad]:
         yield on("convert", *words, culprit=culprit, without="--hf-checkpoint" if "--load" in words else "")
 
 
-def quick_rows() -> list[Bad]:
-    """The rows of every change."""
-    made = [
-        *rows_of_commands(),
-        *rows_of_evaluations(),
-        *rows_of_toml_shapes(),
-        *rows_of_words(),
-        *rows_of_requests(),
-        *rows_of_one_half(),
-        *rows_of_async(),
-        *rows_of_data(),
-    ]
-    return [*made, *rows_of_models(), *[*rows_of_fields()][::16]]
-
-
-def rest_of_rows() -> list[Bad]:
-    """The rows that `make test-all` adds."""
-    return [row for number, row in enumerate(rows_of_fields()) if number % 16] + list(rows_of_toml())
+QUICK: dict[str, Callable[[], Iterable[Bad]]] = {  # the rows of every change, by subject
+    "commands": rows_of_commands,
+    "evaluations": rows_of_evaluations,
+    "shapes in TOML": rows_of_toml_shapes,
+    "words": rows_of_words,
+    "requests": rows_of_requests,
+    "one half": rows_of_one_half,
+    "async": rows_of_async,
+    "data": rows_of_data,
+    "models": rows_of_models,
+    "a sixteenth of the fields": lambda: [*rows_of_fields()][::16],
+}
+REST: dict[str, Callable[[], Iterable[Bad]]] = {  # the rows that `make test-all` adds
+    "fields": lambda: [row for number, row in enumerate(rows_of_fields()) if number % 16],
+    "fields in TOML": rows_of_toml,
+}
 
 
 def real_rows() -> list[Bad]:
-    """Return 20 rows that are tried as processes too, from every subject: most are refused early, some after reading
-    the model."""
-    sources = (rows_of_commands(), rows_of_toml_shapes(), rows_of_words(), rows_of_requests(), rows_of_data())
-    chosen = [
-        row
-        for source in sources
-        for row in [*source][::24]
-        if not any("\0" in word or "\udcff" in word for word in row.words)
-    ]
-    return chosen[:20]
+    """Return rows that are tried as processes too, from every subject: most are refused early, some after reading the
+    model."""
+    sources = (rows_of_commands, rows_of_toml_shapes, rows_of_words, rows_of_requests, rows_of_data)
+    chosen = []
+    for source in sources:
+        rows = [row for row in source() if not any("\0" in word or "\udcff" in word for word in row.words)]
+        chosen += [rows[len(rows) // 4], rows[-len(rows) // 4]]
+    return chosen

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait  # takes any file descriptor, select only those below 1024
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,7 @@ class Page:
         deadline = time.monotonic() + SECONDS
         while True:
             while b"\0" not in self._buffer:
-                assert select.select([self._receive], [], [], max(0.0, deadline - time.monotonic()))[0], (
-                    f"{method}: no answer"
-                )
+                assert wait([self._receive], max(0.0, deadline - time.monotonic())), f"{method}: no answer"
                 chunk = os.read(self._receive, 1 << 16)
                 assert chunk, "the browser has ended"
                 self._buffer += chunk

@@ -12,6 +12,7 @@ from penstock.flows.debug_options import check_debug_options
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.storage.errors import OptionError
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 BASE = ["--run", "r", "--hf-checkpoint", "model", "--num-rollout", "20"]
 

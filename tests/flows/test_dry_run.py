@@ -20,6 +20,7 @@ from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.storage.commit import Commit
 from penstock.storage.store import Store
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "demo-grpo.toml"
 

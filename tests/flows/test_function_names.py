@@ -19,6 +19,7 @@ from penstock.stages.rewards.custom_reward import load_custom_reward
 from penstock.stages.rollout.plugins.filters import load_filter
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 LIBRARY = """
 class Scorer:

@@ -163,7 +163,7 @@ print(json.dumps([ids, calls, imported, is_torch_available(), inner("1", return_
 """
 
 
-@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+@pytest.mark.parametrize("name", ["TokenizersBackend", pytest.param("PreTrainedTokenizerFast", marks=pytest.mark.full)])
 def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: Path, tmp_path: Path) -> None:
     """A plugin in the driver that imports torch afterwards gets the whole of transformers."""
     model = tmp_path / "model"

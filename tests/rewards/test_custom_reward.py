@@ -18,6 +18,7 @@ from penstock.stages.rewards.outcome import Outcome, parse_reward, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 from penstock.storage.samples.sample import Sample
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
@@ -113,8 +114,6 @@ def outcomes(grader: Grader, samples: list[Sample]) -> list[Outcome]:
 def test_group_reward_gets_all_samples_of_a_prompt_in_one_call(file: Path) -> None:
     with make_grader(custom_rm_path=f"{file}:rank", group_rm=True, arguments={"scale": 2}) as grader:
         assert [outcome.reward for outcome in outcomes(grader, group("aaa", "a", "aa"))] == [1.0, 0.0, 0.5]
-    with make_grader(custom_rm_path=f"{file}:rank_async", group_rm=True) as grader:
-        assert [outcome.reward for outcome in outcomes(grader, group("a", "b"))] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("name", [pytest.param("rank", marks=pytest.mark.full), "rank_async"])
@@ -124,7 +123,7 @@ def test_hanging_group_reward_fails_only_its_group(file: Path, name: str) -> Non
         hanging, fine = grader.submit_group(group("hang", "a", "b", "c", "d")), grader.submit_group(group("aa", "a"))
         where = "" if name == "rank_async" else file
         assert all(f"timeout: more than 0.5 s in {where}" in str(future.result(30).error) for future in hanging)
-        assert [future.result(30).error for future in fine] == [None, None]
+        assert [future.result(30).reward for future in fine] == ([0.5, 0.0] if name == "rank" else [2.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -147,14 +146,12 @@ def test_value_that_is_not_a_number_fails_its_sample(file: Path) -> None:
             grader.grade(group("dict"))
 
 
-def test_submit_group_without_a_group_reward_grades_each_sample(file: Path) -> None:
+def test_submit_group_without_a_group_reward_grades_each_sample() -> None:
     with make_grader("exact_number") as grader:
         labelled = samples("1", "2", label="1")
         assert outcomes(grader, labelled) == [grader.submit(sample).result() for sample in labelled]
         assert [outcome.reward for outcome in outcomes(grader, labelled)] == [1.0, 0.0]
         assert grader.submit_group([]) == []
-    with make_grader(custom_rm_path=f"{file}:row_reward") as grader:
-        assert [outcome.reward for outcome in outcomes(grader, group("1", "2"))] == [7.0, 7.0]
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Status
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 from tests.rewards.make_grader import make_grader, samples
 
 

@@ -18,6 +18,7 @@ from penstock.stages.rewards.reward_preflight import (
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 GOOD = RewardRow("train.jsonl row 0", "5", prompt="2 + 3 =")
 EVIL = RewardRow("d.jsonl row 7", "5", {"custom_rm_path": "evil.py:f"})

@@ -24,6 +24,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokeni
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 ROOT = Path(__file__).parents[2]
 script = runpy.run_path(str(ROOT / "examples" / "gsm8k" / "prepare.py"))

@@ -15,6 +15,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, decode_record, encode_commit, has_matching_digest
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
 from penstock.storage.samples.shards import read_samples
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 BAD, ESCAPED = "a\ud83db", "a\\ud83db"  # the first half of an emoji
 FIELDS: dict[str, tuple[Any, Any]] = {  # field of a sample -> invalid value, stored value
@@ -95,26 +96,31 @@ def test_invalid_label_or_metadata_is_stored_escaped(
     assert len(samples) == 8 and ESCAPED in json.dumps([samples[2].label, samples[2].metadata]).replace("\\\\", "\\")
 
 
-REWARDS = {
-    "message": "raise ValueError('a\\ud83db')",
-    "class": "raise type('E', (Exception,), {'__str__': lambda e: 'a\\ud83db'})()",
-    "group": "raise ExceptionGroup('a\\ud83db', [ValueError('x')])",
-    "component": "return {'score': 1.0, 'a\\ud83db': 2.0}",
-}
+REWARD = r"""
+class Unprintable(Exception):
+    def __str__(self):
+        return "a\ud83db"
 
 
-@pytest.mark.parametrize("kind", REWARDS)
-def test_invalid_text_of_a_reward_does_not_fail_the_round(plugin_bench: Any, kind: str) -> None:
-    result, options = ("{'score': 1.0}", {"reward_key": "score"}) if kind == "component" else ("1.0", {})
-    code = f"def reward_func(args, sample, **kwargs):\n    if sample.label == '2':\n        {REWARDS[kind]}\n"
-    bench = plugin_bench(f"{code}    return {result}\n", "custom_rm_path", rm_type=None, **SMALL, **options)
+def reward_func(args, sample, **kwargs):
+    if sample.metadata["i"] == 0:
+        raise ValueError("a\ud83db")
+    if sample.metadata["i"] == 1:
+        raise Unprintable
+    if sample.metadata["i"] == 2:
+        raise ExceptionGroup("a\ud83db", [ValueError("x")])
+    return {"score": 1.0, "a\ud83db": 2.0}
+"""
+
+
+def test_invalid_text_of_a_reward_does_not_fail_the_round(plugin_bench: Any) -> None:
+    bench = plugin_bench(REWARD, "custom_rm_path", rm_type=None, **SMALL, reward_key="score")
     commit = bench.round(0)
     samples = read_samples(bench.store, commit)
-    assert [s.reward for s in samples[:2] + samples[4:]] == [1.0] * 6
-    if kind == "component":
-        assert samples[2].rewards[ESCAPED] == 2.0 and any(ESCAPED in name for name in commit.summary)
-    else:
-        assert samples[2].status is Status.FAILED and ESCAPED in samples[2].metadata["error"]
+    assert [sample.metadata["i"] for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(s.status is Status.FAILED and ESCAPED in s.metadata["error"] for s in samples[:6])
+    assert [(s.reward, s.rewards[ESCAPED]) for s in samples[6:]] == [(1.0, 2.0)] * 2
+    assert any(ESCAPED in name for name in commit.summary)
 
 
 def test_invalid_reason_of_a_filter_does_not_fail_the_round(plugin_bench: Any) -> None:

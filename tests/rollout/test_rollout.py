@@ -15,6 +15,7 @@ from penstock.stages.rollout.collect import run_blocking
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from penstock.stages.train.algorithm_config import PLUGINS
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
 from penstock.storage.samples.shards import read_samples
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 from tests.rollout.scripted_engine import Bench, ScriptedClient, json_server, write_jsonl
 
 
