@@ -252,7 +252,7 @@ def adapt_run(recipe: Recipe) -> None:
 def adapt_rollout(recipe: Recipe) -> None:
     """Name the teacher's server by its option, and seed the samples of deterministic inference, as slime does."""
     rollout = recipe.values["rollout"]
-    if entries_of(recipe.values, "train.opd").get("opd_type") == "sglang" and "rm_url" in rollout:
+    if entries_of(recipe.values, "train.opd").get("opd_type") == "engine" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):

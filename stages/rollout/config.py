@@ -281,11 +281,11 @@ class RolloutConfig(GenerationConfig):
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
-    """With --opd-type sglang: address of an engine with the teacher, such as http://10.0.0.7:30000; its model
-    has the policy's tokenizer. Without it the run starts an engine with the model of --opd-teacher-load."""
+    """With --opd-type engine: address of a server of --engine with the teacher, such as http://10.0.0.7:30000;
+    its model has the policy's tokenizer. Without it the run starts an engine with the model of --opd-teacher-load."""
 
     opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
-    """GPUs of the engine that the run starts for --opd-type sglang with --opd-teacher-load, after those of trainer and
+    """GPUs of the engine that the run starts for --opd-type engine with --opd-teacher-load, after those of trainer and
     engines. On a machine without GPUs it is a process on the CPU."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)

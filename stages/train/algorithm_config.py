@@ -33,12 +33,12 @@ class DistillationConfig(StageConfig):
     opd_kl_coef: float = option(1.0, ge=0)
     """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages."""
 
-    opd_type: Literal["megatron", "sglang"] = option("megatron")
-    """Where the teacher is: megatron, in the trainer, or sglang, in an engine of the run (--opd-teacher-load) or on a
+    opd_type: Literal["megatron", "engine"] = option("megatron")
+    """Where the teacher is: megatron, in the trainer, or engine, in an engine of the run (--opd-teacher-load) or on a
     server (--opd-teacher-url), whose log-probs are stored with the samples."""
 
     opd_teacher_load: str | None = option(None)
-    """Teacher: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang, of any
+    """Teacher: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type engine, of any
     supported architecture and size with the policy's tokenizer."""
 
 
@@ -239,7 +239,7 @@ class AlgorithmConfig(StageConfig):
     @property
     def reads_teacher_logprobs(self) -> bool:
         """Whether the samples have log-probs of a teacher."""
-        return self.opd is not None and self.opd.opd_type == "sglang"
+        return self.opd is not None and self.opd.opd_type == "engine"
 
     @property
     def served_teacher(self) -> str | None:
@@ -361,7 +361,7 @@ class AlgorithmConfig(StageConfig):
         """Yield the rules about auxiliary models and expert routing."""
         yield (
             self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
-            "[train.opd] needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd and "
+            "[train.opd] needs --opd-teacher-load, unless --opd-type is engine: add it, or omit --use-opd and "
             "the other options of the section",
         )
         yield (
