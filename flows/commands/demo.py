@@ -44,7 +44,7 @@ PENSTOCK = (sys.executable, "-m", "penstock")
 POLL_SECONDS = 0.2
 EQUAL = "equal bit for bit"
 TARGETS: dict[str, Callable[[str], bool]] = {  # in the order of the kills: what -> whether a command line is that
-    "engine": lambda command: engine_backend().start_check()[0][0] in command,  # its launcher
+    "engine": lambda command: next(iter(engine_backend().processes)) in command,
     "trainer": lambda command: command.startswith("ray::TrainActor"),
     "driver": lambda command: False,  # the process itself
 }
