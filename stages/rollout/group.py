@@ -462,7 +462,6 @@ async def open_teacher(
         yield None
         return
     name = "the teacher's engine (--opd-teacher-load)" if url is None else f"--opd-teacher-url {redact(url)}"
-    address = url and (url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}")
-    with nullcontext([address]) if serving is None else serving() as urls:
+    with nullcontext([url.rstrip("/")]) if serving is None else serving() as urls:
         async with engine_backend(config.engine).connect(urls, config.rollout_timeout) as client:
             yield Teacher(client, name)

@@ -85,7 +85,7 @@ def test_trained_tokens_get_the_log_probs_of_the_teacher(server: Server) -> None
         sample(teacher_logprobs=[0.0, 0.0, -1.0, -1.0]),
     )
     first = sample()
-    score(server.address.removeprefix("http://"), first, failed, masked, scored)
+    score(server.address + "/", first, failed, masked, scored)
     assert first.teacher_logprobs == [0.0, 0.0, -7.2, -8.3]
     assert failed.teacher_logprobs is masked.teacher_logprobs is None and scored.teacher_logprobs[2] == -1.0
     [body] = server.bodies
