@@ -15,12 +15,12 @@ from penstock.engines.backends import BACKENDS, Capability, engine_backend, engi
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import start_pool
 from penstock.engines.serving.server import ServerSpec
-from penstock.flows.cli import main
 from penstock.flows.config import Flow, derive
+from penstock.flows.inspect.dry_run import dry_run
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.help import full_help
 from penstock.flows.runtime.engine_options import engine_options
-from penstock.flows.runtime.preflight import check_options
+from penstock.flows.runtime.preflight import check_options, plan_of, preflight
 from penstock.storage.errors import EngineError, InputError, OptionError
 from tests.engines.stub_engine import StubBackend, StubServer
 
@@ -135,7 +135,7 @@ def test_a_default_backend_warns_of_all_sampling_parameters_that_may_bias() -> N
     assert engine_backend(PATH).find_biasing_params(params | {"top_p": 0.9}) == ["top_p=0.9", "min_p=0.1"]
 
 
-@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "preflight"])
+@pytest.mark.parametrize("is_dry", [True, False], ids=["dry run", "preflight"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -144,13 +144,14 @@ def test_a_default_backend_warns_of_all_sampling_parameters_that_may_bias() -> N
     ],
 )
 def test_a_run_is_refused_like_its_dry_run(
-    words: str, message: str, flags: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, is_dry: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "label": "3"}\n')
     data = f"--prompt-data {tmp_path}/rows.jsonl --input-key prompt --label-key label --rm-type exact_number"
     run = f"--run r --store {tmp_path}/store --hf-checkpoint {tiny_model} --num-rollout 1 --rollout-max-response-len 8"
-    assert main(["train", *run.split(), *data.split(), "--engine", PATH, *words.split(), *flags]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "store/runs").exists()
+    config = parse_config([*run.split(), *data.split(), "--engine", PATH, *words.split()])
+    with pytest.raises(InputError, match=message):
+        dry_run("post_train", config) if is_dry else preflight(plan_of("post_train", config))
 
 
 def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> None:
