@@ -12,12 +12,15 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from penstock.engines.families import count_rank_parameters
-from penstock.engines.generation import EngineClient, EngineUrls
+from penstock.engines.families.entries import read_config
+from penstock.engines.generation import BUCKET_BYTES, EngineClient, EngineUrls
 from penstock.storage.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
@@ -26,8 +29,39 @@ if TYPE_CHECKING:
     from penstock.engines.serving.server import EngineServer
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
+FULL_DISTRIBUTION = (("top_p", 1.0), ("top_k", -1))  # sampling parameters that remove no token
 DEFAULT = "sglang"
 BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}  # value of --engine -> module:class
+
+
+def stores_quantized_weights(options: EngineOptions) -> bool:
+    """Return whether the checkpoint that the engines load has quantized weights."""
+    config = Path(options.spec.model_path) / "config.json"
+    return config.is_file() and bool(read_config(config).get("quantization_config"))
+
+
+class Capability(Enum):
+    """What an engine can do beside what every engine must do: the option that needs it, what the engine then does, and
+    whether the option is given. `EngineBackend.reason_against_adapters` decides about LoRA adapters."""
+
+    SEEDS = "--rollout-sampling-seeds", "samples with the seed of each request", lambda o: o.sampling_seeds
+    PARAMETERS = "--rollout-sampling", "takes further sampling parameters, and checks them", lambda o: o.sampling
+    EXPERTS = "--use-rollout-routing-replay", "returns the routed experts of every token", lambda o: o.return_experts
+    SCORES = "--opd-type engine", "returns the log-probs of given tokens (`EngineClient.score`)", lambda o: o.scores
+    FP32_HEAD = "--fp32-lm-head", "computes the logits in fp32", lambda o: o.fp32_head
+    QUANTIZED = "a model with quantized weights", "loads and updates such weights", stores_quantized_weights
+    SEVERAL_GPUS = "--rollout-num-gpus-per-engine above 1", "shards a model over GPUs", lambda o: o.gpus_per_engine > 1
+    OFFLOAD = "--offload-rollout (--colocate sets it)", "releases the memory of weights and cache", lambda o: o.offload
+    TENSOR = "--update-weight-transport tensor", "reads the trainer's memory", lambda o: o.transport == "tensor"
+    NCCL = "--update-weight-transport nccl", "joins an NCCL group of the trainer", lambda o: o.transport == "nccl"
+    DISK = "--update-weight-transport disk", "loads new weights from a directory", lambda o: o.transport == "disk"
+    BUCKETS = "--update-weight-buffer-size", "loads weights in parts", lambda o: o.bucket_bytes != BUCKET_BYTES
+    CHECKSUMS = "--check-weight-update-equal", "computes checksums of its weights", lambda o: o.compares
+    RETRACT = "--async-mode streaming", "pauses requests for an update", lambda o: o.in_flight == "retract"
+    IN_PLACE = "--pause-generation-mode in_place", "keeps its KV cache in updates", lambda o: o.in_flight == "in_place"
+    EXTERNAL = "--rollout-external-engine-addrs", "works without being started by the run", lambda o: o.external
+    ROUTER = "--use-router (or --router-*)", "has a router", lambda o: o.router is not None
+    PYTHON = "--engine-python", "runs in another Python interpreter", lambda o: o.spec.python is not None
 
 
 @dataclass(frozen=True)
@@ -80,12 +114,17 @@ class RequestRouter(Protocol):
 class EngineBackend(ABC):
     """An inference engine implementation: creates clients, servers and routers, and checks engine options.
 
-    Only what every engine must have is abstract. By default an engine has no router and no adapters, passes its own
-    flags on unchecked, and refuses no model.
+    Only what every engine must have is abstract. Options that need more are refused, unless `capabilities` has the
+    capability; adapters by default, too.
     """
 
     title: ClassVar[str]  # the engine's name in pages and messages
     help: ClassVar[str]  # text about the engine's own flags, for `penstock train --help-all`
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    packages: ClassVar[Mapping[str, str]] = {}  # Python packages that the engine needs -> beginning of their versions
+    # Part of the command line of the engine's processes (first: of its servers) -> authentication of their ports
+    processes: ClassVar[Mapping[str, str]] = {}
+    shared_memory: ClassVar[str | None] = None  # regular expression of files in /dev/shm that a dead server may leave
     # How messages of other modules name a flag of the engine; by default they describe it.
     context_flag: ClassVar[str] = "the engine's context length"
     speculation_flag: ClassVar[str] = "the engine's speculative decoding"
@@ -96,11 +135,11 @@ class EngineBackend(ABC):
         the values."""
         return EngineFacts()
 
+    @abstractmethod
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
         """Check the names of the engine's own flags, or of those of its router. Return the flags with underscores in
         their names, as the installed release spells them.
         """
-        return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
         """Return tables of the flags that Penstock refuses or translates: sentence above a table -> flag -> what
@@ -147,8 +186,6 @@ class EngineBackend(ABC):
     def check_options(self, options: EngineOptions) -> None:
         """Check the engine options before any process is started."""
         self.check_args(options.spec.args)
-        if options.router is not None:
-            raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit the option")
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
         """Check that the machines of the engines that the run starts have GPUs if an option needs them."""
@@ -172,11 +209,9 @@ class EngineBackend(ABC):
         """
         return None
 
-    def reason_against_adapters(
-        self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
-    ) -> str | None:
+    def reason_against_adapters(self, options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
         """Return why the engine cannot serve LoRA adapters of these layers (global Megatron names) beside the weights,
-        or None if it can. `compare`: the engine must compare checksums of the matrices that it receives."""
+        or None if it can."""
         return f"{self.title} cannot serve adapters"
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:  # noqa: B027
@@ -185,7 +220,7 @@ class EngineBackend(ABC):
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
         """Return the sampling parameters in `params`, as `name=value`, that make the engine sample from a distribution
         other than that of the log-probs it returns."""
-        return []
+        return [f"{name}={value}" for name, value in params.items() if (name, value) not in FULL_DISTRIBUTION]
 
 
 def estimate_engine_memory(
@@ -234,6 +269,18 @@ def engine_backend(name: str | None = None) -> EngineBackend:
             "subclass of penstock.engines.backends.EngineBackend"
         ) from error
     return backend
+
+
+def check_capabilities(options: EngineOptions) -> None:
+    """Check that the engine has the capabilities that the options need."""
+    backend = engine_backend(options.engine)
+    for capability in Capability:
+        option, what, is_needed = capability.value
+        if is_needed(options) and capability not in backend.capabilities:
+            raise EngineError(
+                f"{option} needs an engine that {what}, and {backend.title} (--engine {options.engine}) does not: "
+                f"do without it, or use --engine {DEFAULT}"
+            )
 
 
 def engine_flag(engine: str, name: str) -> str:

@@ -138,6 +138,21 @@ class EngineClient(ABC):
     `generate`, `generate_each` and `abort` are coroutines: await all of them in the same event loop. `close` is a
     coroutine, too. The other methods block and may be called from any thread. A client is an async context manager that
     calls `close` on exit.
+
+    Every engine has the abstract methods. Those that raise NotImplementedError are called only if the backend has the
+    capability that they name.
+
+    The weight version that an engine reports says which weights and memory it has:
+
+        <run>/<number>       the weights of a policy version; at its start, what `ServerSpec.weight_version` says
+        updating:<version>   parts of it: `update_weights` runs, or has failed
+        overwritten          random values: `overwrite_weights`
+        released             nothing, after `release_memory`
+        loading:<version>    as updating:<version>, but without KV cache: the first update after a release
+        loaded:<version>     all its weights, but no KV cache: this update has ended
+        loading:overwritten  random values, but no KV cache: `overwrite_weights` after a release
+
+    An engine that reports one of the last four is paused. `resume_kv_cache` has an effect on loaded:<version> only.
     """
 
     router: Callable[[], str | None] | None = None
@@ -173,6 +188,11 @@ class EngineClient(ABC):
             RuntimeError: routed experts were requested, but the engine did not return them.
         """
 
+    async def score(self, input_ids: list[int]) -> list[float]:  # [L]
+        """Return the log-prob of each token given those before it, at temperature 1; 0.0 for the first one. Needs
+        Capability.SCORES. Errors as in `generate_each`; RuntimeError if the answer has no log-probs of these tokens."""
+        raise NotImplementedError
+
     @abstractmethod
     async def abort(self) -> None:
         """Abort all requests of this client and wait until they have ended. They and all later requests of this client
@@ -192,8 +212,8 @@ class EngineClient(ABC):
         collective: every rank calls it with the same engines, version and transport. It raises only on the ranks that
         make requests to a failing engine; the other ranks return normally.
 
-        An engine whose memory was released gets the memory of its weights back, reports `loaded:<version>` and stays
-        paused until `resume_kv_cache`.
+        An engine whose memory was released gets the memory of its weights back, and stays paused until
+        `resume_kv_cache`.
 
         `named` has pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time; with
         `transport.adapter`, pairs of PEFT's name and matrix: call `use_adapter` afterwards.
@@ -205,40 +225,39 @@ class EngineClient(ABC):
             EngineError: trainer and engines cannot use this transport.
         """
 
-    @abstractmethod
     def use_adapter(self, name: str) -> None:
         """Send all later requests of this process to these engines with the adapter `name`, which `update_weights` has
         loaded. Requests in flight keep theirs. Earlier adapters of the run that no request uses are unloaded, without
-        waiting."""
+        waiting. Needs that `EngineBackend.reason_against_adapters` returns None."""
+        raise NotImplementedError
 
-    @abstractmethod
     def unload_adapters(self) -> None:
         """Unload the adapters of the run from these engines when no request uses them, and stop using them. Engines
-        that do not answer are skipped."""
+        that do not answer are skipped. Called as `use_adapter`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
         """Return the checksum of every weight tensor in the memory of the engines: URL -> for each rank of the engine,
-        name of the tensor in the engine -> checksum.
+        name of the tensor in the engine -> checksum. Needs Capability.CHECKSUMS.
 
         Engines shard, fuse and convert the tensors that they load, so only checksums of the same engine are comparable.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def overwrite_weights(self) -> None:
         """Overwrite all weights in the memory of the engines with random values, so that a check finds tensors which
-        the next `update_weights` misses. Until then the engines report a weight version that is not a policy version.
-        """
+        the next `update_weights` misses. Needs Capability.CHECKSUMS."""
+        raise NotImplementedError
 
-    @abstractmethod
     def release_memory(self) -> None:
-        """Release the memory of weights and KV cache in all engines, which then report the version `released`. Running
-        requests are aborted. `update_weights` allocates the memory of the weights again, `resume_kv_cache` the cache.
-        """
+        """Release the memory of weights and KV cache in all engines. Running requests are aborted. `update_weights`
+        allocates the memory of the weights again, `resume_kv_cache` the cache. Needs Capability.OFFLOAD."""
+        raise NotImplementedError
 
-    @abstractmethod
     def resume_kv_cache(self) -> None:
-        """Allocate the KV cache again and resume generation, in engines whose weights were loaded after a release."""
+        """Allocate the KV cache again and resume generation, in engines whose weights were loaded after a release.
+        Needs Capability.OFFLOAD."""
+        raise NotImplementedError
 
     @abstractmethod
     def generates_tokens(self, url: str, timeout: float = 30) -> bool:

@@ -214,21 +214,21 @@ class PostTrainConfig(StageConfig):
         )
 
     def _teacher_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about the teacher of --opd-type sglang."""
+        """Yield the rules about the teacher of --opd-type engine."""
         rollout, train = self.rollout, self.train
         yield (
             rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
-            "--opd-teacher-url has no effect without --opd-type sglang: add --opd-type sglang, or omit "
+            "--opd-teacher-url has no effect without --opd-type engine: add --opd-type engine, or omit "
             "--opd-teacher-url",
         )
         yield (
             train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None),
-            "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
+            "--opd-type engine needs either --opd-teacher-load, a model for which the run starts an engine, or "
             "--opd-teacher-url, the address of a server: give one of them",
         )
         yield (
             train.reads_teacher_logprobs and rollout.rollout_temperature != 1,
-            f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "
+            f"--opd-type engine returns log-probs at temperature 1, but --rollout-temperature is "
             f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load",
         )
 

@@ -7,14 +7,16 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.engines.backends import (
+    Capability,
     EngineBackend,
     EngineFacts,
     EngineMemory,
     RequestRouter,
     estimate_engine_memory,
+    stores_quantized_weights,
 )
 from penstock.engines.families.entries import read_config
 from penstock.engines.generation import EngineUrls
@@ -52,12 +54,6 @@ def default_args(options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
     is_fp32 = not has_gpus and options.params_dtype != "bf16"
     quantized = options.spec.args.get("quantization") or stores_quantized_weights(options)
     return {"dtype": "float32" if is_fp32 and not quantized else "bfloat16"}
-
-
-def stores_quantized_weights(options: EngineOptions) -> bool:
-    """Return whether the checkpoint that the engines load has quantized weights."""
-    config = Path(options.spec.model_path) / "config.json"
-    return config.is_file() and bool(read_config(config).get("quantization_config"))
 
 
 class SGLangServer(EngineServer):
@@ -107,6 +103,13 @@ class SGLangBackend(EngineBackend):
         "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. The flags of "
         "SGLang's router have the prefix --router-."
     )
+    capabilities = frozenset(Capability)
+    packages: ClassVar = {"sglang": "", "sglang-router": "0.3."}
+    processes: ClassVar = {
+        "sglang/launch.py": "API key; none on ports between its processes",
+        "launch_router.py": "API key; none on its metrics, states and model names",
+    }
+    shared_memory = r"sglang_loads_.+\.shm"
     context_flag = "--sglang-context-length"
     speculation_flag = "--sglang-speculative-algorithm"
     path_flags = checks.DRAFT_MODEL
@@ -267,10 +270,8 @@ class SGLangBackend(EngineBackend):
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
         return checks.graph_warning(options, num_samples, gpu_bytes)
 
-    def reason_against_adapters(
-        self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
-    ) -> str | None:
-        return checks.reason_against_adapters(options, shape, layers, compare=compare)
+    def reason_against_adapters(self, options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
+        return checks.reason_against_adapters(options, shape, layers)
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)

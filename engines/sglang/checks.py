@@ -146,13 +146,11 @@ def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
     }
 
 
-def reason_against_adapters(
-    options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
-) -> str | None:
+def reason_against_adapters(options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
     """Return why SGLang cannot serve adapters of these layers; see `EngineBackend.reason_against_adapters`."""
     layers, args = list(layers), options.spec.args
     is_own = not options.external and options.spec.python is None  # otherwise the engine's release is unknown
-    if is_own and (reason := older_release.reason_against_adapters(options.gpus_per_engine, compare=compare)):
+    if is_own and (reason := older_release.reason_against_adapters(options.gpus_per_engine, compare=options.compares)):
         return reason
     if shape.latent is not None:
         return "SGLang's adapters do not support multi-head latent attention"

@@ -102,14 +102,25 @@ class SGLangClient(EngineClient):
         if not prompts:
             return []
         if all(sampling == samplings[0] for sampling in samplings):
-            return await self._request_with_retries(prompts, samplings[0], session)
+            return await self._generate(prompts, samplings[0], session)
         if self.router is None:
-            return await self._request_with_retries(prompts, samplings, session)
+            return await self._generate(prompts, samplings, session)
         # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
         # list of them), so each prompt becomes a separate request; a common session sends them to the same engine.
         session = session or uuid.uuid4().hex
-        calls = [self._request_with_retries([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
+        calls = [self._generate([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
         return [generation for answer in await asyncio.gather(*calls) for generation in answer]
+
+    async def score(self, input_ids: list[int]) -> list[float]:
+        body = {
+            "input_ids": [input_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        scores = await self._request_with_retries(body, None, lambda answer, ids, _: parse_scores(answer, ids))
+        assert scores, "this client was aborted"
+        return scores[0]
 
     async def abort(self) -> None:
         self._aborted = True
@@ -179,23 +190,37 @@ class SGLangClient(EngineClient):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    async def _request_with_retries(
+    async def _generate(
         self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
     ) -> list[Generation]:
-        """Send a request, with retries. Return one generation per prompt; empty ones if the client is aborted."""
+        """Return one generation per prompt, of one request; empty ones if the client is aborted."""
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         if self.experts is not None:
             body["return_routed_experts"] = True
+
+        def parse(answer: dict[str, Any], input_ids: list[int], adapter_version: str | None) -> Generation:
+            generation = parse_generation(answer, self.experts, len(input_ids), adapter_version)
+            for version, _ in generation.weight_versions:
+                if version.startswith(control.UPDATING):
+                    raise _RetryableError(f"an engine generated with weights that were not complete ({version})")
+            return generation
+
+        generations = await self._request_with_retries(body, session, parse)
+        return [Generation([], [], "abort", []) for _ in prompts] if generations is None else generations
+
+    async def _request_with_retries(
+        self, body: dict[str, Any], session: str | None, parse: Callable[[dict[str, Any], list[int], str | None], T]
+    ) -> list[T] | None:
+        """Send a request, with retries. Return what `parse` makes of each prompt's answer, token ids and adapter
+        version; None if the client is aborted."""
         num_failures = 0
         async with asyncio.timeout(self.timeout):
             while url := await self._choose_engine(session):
                 try:
-                    generations = await self._send_once(url, body, session)
-                    weights = {version for generation in generations for version, _ in generation.weight_versions}
-                    if incomplete := [version for version in weights if version.startswith(control.UPDATING)]:
-                        raise _RetryableError(f"{url} generated with weights that were not complete ({incomplete[0]})")
+                    answers, adapter_version = await self._send_once(url, body, session)
+                    parsed = [parse(*pair, adapter_version) for pair in zip(answers, body["input_ids"], strict=True)]
                     self._backoff.pop(url, None)
-                    return generations
+                    return parsed
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
                     failures, until = self._backoff.get(url, (0, 0.0))
                     # Failures during a backoff, of requests that failed together, count once.
@@ -205,13 +230,16 @@ class SGLangClient(EngineClient):
                     num_failures += isinstance(error, _RetryableError) or not callable(self._urls)
                     if num_failures >= self.num_tries and not self._aborted:
                         raise ConnectionError(
-                            f"a generation request failed in all {self.num_tries} tries (the last one at {url}: "
+                            f"a request failed in all {self.num_tries} tries (the last one at {url}: "
                             f"{error}): see the engines' logs"
                         ) from error
-        return [Generation([], [], "abort", []) for _ in prompts]
+        return None
 
-    async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> list[Generation]:
-        """Send a request once, counted in `_load` and listed in `_running`. Return one generation per prompt."""
+    async def _send_once(
+        self, url: str, body: dict[str, Any], session: str | None
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Send a request once, counted in `_load` and listed in `_running`. Return one answer per prompt, and the
+        policy version of the adapter that the request named."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
         self._load[url] = self._load.get(url, 0) + n
         self._running[request] = (url, n)
@@ -227,11 +255,7 @@ class SGLangClient(EngineClient):
         finally:
             self._load[url] -= n
             del self._running[request]
-        version = None if adapter is None else adapter_requests.version_of(adapter)
-        return [
-            parse_generation(answer, self.experts, len(ids), version)
-            for answer, ids in zip(answers, body["input_ids"], strict=True)
-        ]
+        return answers, None if adapter is None else adapter_requests.version_of(adapter)
 
     async def _choose_engine(self, session: str | None) -> str | None:
         """Wait until an engine that is not in backoff is available, and return its URL (with a router, the router's):
@@ -319,6 +343,23 @@ def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         calls = [pool.submit(call, url) for url in urls]
     return [done.result() for done in calls]
+
+
+def parse_scores(answer: dict[str, Any], input_ids: list[int]) -> list[float]:  # [L]
+    """Parse the log-probs of the prompt in a response of SGLang's /generate route; 0.0 for the first token."""
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"]
+        scored = [entry[1] for entry in entries]
+        # SGLang reports the last id of the vocabulary, whose log-prob is right, as 0.
+        last = max(input_ids)
+        if len(scored) != len(input_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, input_ids)):
+            raise ValueError(f"log-probs of {len(entries)} other tokens")
+        return [0.0, *(float(entry[0]) for entry in entries[1:])]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"the server answered without the log-probs of the {len(input_ids)} given tokens ({type(error).__name__}: "
+            f"{str(error)[:100]}): give the address of an engine whose model has the same tokenizer"
+        ) from error
 
 
 def parse_generation(

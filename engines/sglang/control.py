@@ -1,14 +1,7 @@
 """Blocking HTTP calls to one SGLang server: health, weight version, pause and resume, and release of its GPU memory
 while the trainer uses the GPU (`--offload-rollout`). Imports only the standard library and Penstock.
 
-The weight version that a server reports also says which memory it has allocated, so that a new driver knows it, too:
-
-    <run>/<number>   weights and KV cache
-    overwritten      both; the weights are random values
-    released         neither: the server is paused
-    loading:<...>    weights, which are being loaded, but no KV cache: the server is paused
-    loaded:<...>     all weights of this version, but no KV cache: the server is paused
-
+The weight version that a server reports also tells which memory it has (`EngineClient`), so a new driver knows it, too.
 SGLang ends the server if memory is released twice or resumed without having been released.
 """
 

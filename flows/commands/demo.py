@@ -43,9 +43,10 @@ from penstock.storage.store import Store
 PENSTOCK = (sys.executable, "-m", "penstock")
 POLL_SECONDS = 0.2
 EQUAL = "equal bit for bit"
-# in the order of the kills: target -> whether a command line belongs to it
-TARGETS: dict[str, Callable[[str], bool]] = {
-    "engine": lambda command: engine_backend().start_check()[0][0] in command,  # the engine's launcher
+TARGETS: dict[
+    str, Callable[[str], bool]
+] = {  # in the order of the kills: target -> whether a command line belongs to it
+    "engine": lambda command: next(iter(engine_backend().processes)) in command,
     "trainer": lambda command: command.startswith("ray::TrainActor"),
     "driver": lambda command: False,  # the demo's own process
 }

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
-from penstock.engines.backends import DEFAULT, engine_backend
+from penstock.engines.backends import BACKENDS, engine_backend
+from penstock.engines.serving.server import KEY_VARIABLE
 from penstock.flows.inspect import plan
 from penstock.flows.install.command import find_distribution
 from penstock.flows.install.uses import GIB, USES, Targets, shared_memory
@@ -115,7 +115,7 @@ def parse_targets(argv: list[str]) -> Targets:
 def check_packages() -> list[Finding]:
     """Check the interpreter, and that the packages Penstock needs are installed in a supported version."""
     # package -> required prefix of its version
-    prefixes = {"megatron-core": "0.16.1", "prefect": "3.", "mlflow": "3.", "sglang-router": "0.3."}
+    prefixes = {"megatron-core": "0.16.1", "prefect": "3.", "mlflow": "3.", **engine_backend().packages}
     prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"), "")
     python = (3, 11) <= sys.version_info[:2] <= (3, 12)
     findings = [Finding("Python", python, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
@@ -136,7 +136,7 @@ def check_engine() -> list[Finding]:
     backend = engine_backend()
     command, advice = backend.start_check()
     finding = _check_with_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")
-    return [replace(finding, found=f"serves with {DEFAULT} {version(DEFAULT)}") if finding.ok else finding]
+    return [replace(finding, found="its server starts") if finding.ok else finding]
 
 
 def check_machine() -> list[Finding]:
@@ -219,8 +219,6 @@ CHECKS: list[Callable[[], list[Finding]]] = [
 # have no authentication); the first match counts.
 PROTECTIONS = (
     ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
-    ("launch_router.py", "API key; none on its metrics, states and model names", "PENSTOCK_SERVER_KEY"),
-    ("sglang/launch.py", "API key; none on ports between its processes", "PENSTOCK_SERVER_KEY"),
     ("mlflow_server", "login; checks Host and Origin", None),
     ("gcs_server", "Ray token", "RAY_AUTH_TOKEN"),
     ("raylet", "Ray token", "RAY_AUTH_TOKEN"),
@@ -297,8 +295,9 @@ def describe_command(command: list[str]) -> str:
 
 
 def describe_port_authentication(command: list[str], environment: dict[str, str]) -> str:
-    """Return the authentication of a process's ports, by its command line (PROTECTIONS), or "" if there is none."""
-    for mark, protection, variable in PROTECTIONS:
+    """Return the authentication of a process's ports, by its command line, or "" if there is none."""
+    of_engines = ((*row, KEY_VARIABLE) for name in BACKENDS for row in engine_backend(name).processes.items())
+    for mark, protection, variable in (*of_engines, *PROTECTIONS):
         if mark in " ".join(command):
             return protection if variable is None or environment.get(variable) else ""
     return "Ray token, session keys; none on --prometheus-port" if is_penstock_command(command) else ""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engines import scratch
+from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.flows.options.argv import format_bytes, parse_number, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_config, parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store, remove_run_and_tracking
@@ -191,7 +192,6 @@ def print_orphans(store: Store, orphans: list[Orphan], removed_keys: set[str] | 
 
 _PROC = Path("/proc")
 _SESSION = re.compile(r"^session_[\d_-]+_(?P<pid>\d+)$")
-_ENGINE_FILE = re.compile(r"^sglang_loads_.+\.shm$")
 _TORCH_FILE = re.compile(r"^torch_(?P<pid>\d+)_\d+_\d+$")  # a shared tensor; pid of the process that created it
 _TORCH_SECONDS = 3600.0  # a shared tensor of a dead process may wait for its receiver, which then maps it
 
@@ -257,7 +257,8 @@ def _unmapped_engine_files(shm: Path) -> list[Path]:
     """Return files of engines and of trainers in shared memory that no process has mapped; none if that cannot be
     determined."""
     entries = _entries_of_this_user(shm)
-    candidates = [path for path in entries if _ENGINE_FILE.match(path.name)]
+    patterns = list(filter(None, (engine_backend(name).shared_memory for name in BACKENDS)))
+    candidates = [path for path in entries if any(re.fullmatch(pattern, path.name) for pattern in patterns)]
     for path in entries:
         match = _TORCH_FILE.match(path.name)
         if match and not (_PROC / match["pid"]).exists():
@@ -286,7 +287,7 @@ def mapped_paths() -> set[str] | None:
             continue
         maps = _read_proc_file(process / "maps")
         if maps is None:
-            if re.search("python|sglang", _read_proc_file(process / "cmdline") or "python"):
+            if re.search("|".join(["python", *BACKENDS]), _read_proc_file(process / "cmdline") or "python"):
                 return None
             continue
         paths.update(

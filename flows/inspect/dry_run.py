@@ -33,6 +33,7 @@ from penstock.flows.config import (
 )
 from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
 from penstock.flows.inspect.plan import print_plan
+from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION
@@ -166,7 +167,7 @@ def _shorten(text: str) -> str:
     return line if len(line) <= MAX_PROMPT else f"{line[:half]} ... {line[-half:]}"
 
 
-def check_model(flow: Flow, config: PostTrainConfig) -> ModelShape:
+def check_model(flow: Flow, config: Plan) -> ModelShape:
     """Return the shape of the model, after checking that it fits the parallel sizes and lengths. Raises InputError."""
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
@@ -177,8 +178,9 @@ def check_model(flow: Flow, config: PostTrainConfig) -> ModelShape:
         engine_backend(options.engine).check_sharding(options, shape)
         draft = config.engine_facts.draft_model
         draft_is_missing = any(path == draft for _, path in missing_files(config))
-        # a check looks up MTP layers in the weight files
-        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):
+        if flow.has_rollouts:
+            with_adapters(options, config, config.parent)
+        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
             engine_backend(options.engine).check_options(options)
     check_lengths(flow, config, shape)
     if has_weights(config):

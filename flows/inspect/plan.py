@@ -77,7 +77,7 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
     total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
     engines = values.get("rollout", {}).get("rollout_num_gpus")
     opd, teacher = entries_of(values, "train.opd"), 0
-    if opd.get("opd_type") == "sglang" and opd.get("opd_teacher_load"):
+    if opd.get("opd_type") == "engine" and opd.get("opd_teacher_load"):
         teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:

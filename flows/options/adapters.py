@@ -71,9 +71,7 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
         return "engines can compare adapters (--check-weight-update-equal) only with --update-weight-transport tensor"
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     targets = adapter_targets(shape, lora.lora_target_modules)
-    return engine_backend(options.engine).reason_against_adapters(
-        options, shape, targets, compare=run.check_weight_update_equal
-    )
+    return engine_backend(options.engine).reason_against_adapters(options, shape, targets)
 
 
 def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:

@@ -66,7 +66,7 @@ PARTNERS = (
     Partner(
         "rollout",
         "opd_teacher_num_gpus",
-        "--opd-type sglang with --opd-teacher-load",
+        "--opd-type engine with --opd-teacher-load",
         lambda config: config.train.served_teacher,
     ),
     Partner(

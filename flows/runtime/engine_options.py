@@ -52,6 +52,8 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         sampling=rollout.rollout_sampling,
         sampling_seeds=rollout.rollout_sampling_seeds,
         fp32_head=train.fp32_lm_head,
+        scores=train.reads_teacher_logprobs,
+        compares=run.check_weight_update_equal,
         return_experts=train.use_rollout_routing_replay,
     )
 

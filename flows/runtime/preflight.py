@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from penstock.engines.backends import engine_backend, engine_flag
+from penstock.engines.backends import check_capabilities, engine_backend, engine_flag
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
@@ -233,6 +233,10 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         check_group_size(config)
     check_addresses(config)
     train.megatron.check()
+    if flow.generates and not run.debug_train_only:
+        for options in (engine_options(config), flow.has_rollouts and teacher_options(config)):
+            if options:
+                check_capabilities(options)
     if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.engine_options) - {"api_key"})):
         raise EngineError(
             f"{engine_flag(rollout.engine, started[0])} is an option for starting engines, but the engines of "

@@ -253,7 +253,7 @@ def adapt_rollout(recipe: Recipe) -> None:
     """Move the address of the teacher's server to its own option, and seed the samples of deterministic inference, as
     slime does."""
     rollout = recipe.values["rollout"]
-    if entries_of(recipe.values, "train.opd").get("opd_type") == "sglang" and "rm_url" in rollout:
+    if entries_of(recipe.values, "train.opd").get("opd_type") == "engine" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):

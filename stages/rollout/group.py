@@ -6,8 +6,7 @@ groups are in flight at once, bounded by the engines' concurrency, and groups ar
 collect.py and stream.py decide which groups are generated, and how many.
 
 A teacher model adds its log-probs, from an engine of the run or another server. They are stored in the samples, so
-training and replay need no teacher. A request has the tokens of prompt and response; the server returns the log-prob of
-each token given those before it, at temperature 1.
+training and replay need no teacher.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
-import aiohttp
-
+from penstock.engines.backends import engine_backend
 from penstock.engines.generation import EngineClient, Generation, TokenCounts
-from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
@@ -39,13 +36,10 @@ from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # finish reason -> status
-TEACHER_TIMEOUT = 600.0  # seconds of one request
-TEACHER_TRIES = 5  # with waits of 1, 2, 4 and 8 s between them
-TEACHER_CONCURRENCY = 64  # requests in flight
-TEACHER_POLL_SECONDS = 0.5  # time between checks whether the server has restarted
+TEACHER_CONCURRENCY = 64  # requests in flight to the teacher
 
-# Context manager that keeps the run's engine with the teacher running, and yields a function that returns its address
-# (`Teacher.urls`).
+# Context manager that keeps the run's engine with the teacher running, and yields a function that returns its address,
+# or nothing while the engine restarts.
 ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
@@ -244,7 +238,7 @@ class EngineCalls:
     @property
     def address(self) -> tuple[str | None, int | None]:
         """Return host and port of the router, or of an engine in a run without one. User-defined functions may send
-        requests there (args.sglang_router_ip and _port)."""
+        requests there."""
         url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
         return url.hostname, url.port
 
@@ -429,18 +423,11 @@ def make_grader(config: RolloutConfig) -> Grader:
 
 @dataclass(eq=False)
 class Teacher:
-    """Client of a teacher's server. Must be created in the event loop that calls `score`. `urls` returns the server's
-    address, or nothing while it restarts, and raises an error if it cannot restart."""
+    """Adds the log-probs of a teacher's server to samples. Must be created in the event loop that calls `score`."""
 
-    urls: Callable[[], list[str]]
+    client: EngineClient
     name: str  # name of the server in messages
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TEACHER_CONCURRENCY))
-
-    @classmethod
-    def at(cls, url: str) -> Teacher:
-        """Return the client of the server at an address (--opd-teacher-url)."""
-        url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
-        return cls(lambda: [url], f"--opd-teacher-url {redact(url)}")
 
     async def score(self, samples: Sequence[Sample]) -> None:
         """Set `teacher_logprobs` of all samples that have trained tokens and no teacher log-probs yet."""
@@ -449,68 +436,32 @@ class Teacher:
             for sample in samples
             if sample.teacher_logprobs is None and sample.status is not Status.FAILED and any(sample.loss_mask)
         ]
-        if not unscored:
-            return
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TEACHER_TIMEOUT)) as session:
-            scores = await asyncio.gather(*(self._request(session, sample.token_ids) for sample in unscored))
-        for sample, logprobs in zip(unscored, scores):
+        for sample, logprobs in zip(unscored, await asyncio.gather(*(self._score(s.token_ids) for s in unscored))):
             sample.teacher_logprobs = [
                 value if is_trained else 0.0 for value, is_trained in zip(logprobs, sample.loss_mask)
             ]
 
-    async def _request(self, session: aiohttp.ClientSession, token_ids: list[int]) -> list[float]:  # [L]
-        body = {
-            "input_ids": token_ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        async with self.slots:
-            for attempt in range(TEACHER_TRIES):
-                while not (urls := self.urls()):  # noqa: ASYNC110  # another thread restarts it
-                    await asyncio.sleep(TEACHER_POLL_SECONDS)
-                url = urls[0]
-                try:
-                    async with session.post(f"{url}/generate", json=body, headers=auth_headers(url)) as response:
-                        response.raise_for_status()
-                        return token_logprobs(await response.json(), token_ids)
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    if attempt + 1 == TEACHER_TRIES:
-                        raise RuntimeError(
-                            f"{self.name} failed {TEACHER_TRIES} times, last with "
-                            f"{type(error).__name__}: {redact(str(error))[:200]}; check the server, and resume"
-                        ) from error
-                await asyncio.sleep(2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+    async def _score(self, token_ids: list[int]) -> list[float]:  # [L]
+        try:
+            async with self.slots:
+                return await self.client.score(token_ids)
+        except (ValueError, OSError, RuntimeError) as error:  # EngineError, ConnectionError and TimeoutError
+            raise RuntimeError(
+                f"{self.name} returned no log-probs: {redact(str(error) or type(error).__name__)}; check the "
+                "server, and resume"
+            ) from None
 
 
 @asynccontextmanager
 async def open_teacher(
-    url: str | None, serving: ServingTeacher | None, round: RolloutRound
+    config: RolloutConfig, serving: ServingTeacher | None, round: RolloutRound
 ) -> AsyncIterator[Teacher | None]:
     """Yield the client of the teacher; None in evaluations, and if the run has no teacher."""
-    if round.kind == "eval":
+    url = resolve_secrets(config.opd_teacher_url)
+    if round.kind == "eval" or (serving is None and url is None):
         yield None
-    elif serving is not None:
-        with serving() as urls:
-            yield Teacher(urls, "the teacher's engine (--opd-teacher-load)")
-    else:
-        yield Teacher.at(resolve_secrets(url)) if url else None
-
-
-def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
-    """Return the log-probs in a server's answer, 0.0 for the first token."""
-    try:
-        entries = answer["meta_info"]["input_token_logprobs"]
-        scored = [entry[1] for entry in entries]
-        # the engine reports the last token id of the vocabulary as 0; the log-prob is right
-        last = max(token_ids)
-        if len(scored) != len(token_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, token_ids)):
-            raise ValueError(f"log-probs of {len(entries)} other tokens")
-        return [0.0, *(float(entry[0]) for entry in entries[1:])]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RuntimeError(
-            f"the teacher answered without the log-probs of the {len(token_ids)} tokens of a sample "
-            f"({type(error).__name__}: {str(error)[:100]}): give --opd-teacher-url the address of an engine whose "
-            "model has the same tokenizer as the policy"
-        ) from error
+        return
+    name = "the teacher's engine (--opd-teacher-load)" if url is None else f"--opd-teacher-url {redact(url)}"
+    with nullcontext([url.rstrip("/")]) if serving is None else serving() as urls:
+        async with engine_backend(config.engine).connect(urls, config.rollout_timeout) as client:
+            yield Teacher(client, name)

@@ -294,7 +294,7 @@ async def open_runner(
         if config.custom_generate_function_path is not None
         else nullcontext(EngineGenerator(client, config, context.tokenizer, round))
     )
-    teachers = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
+    teachers = open_teacher(config, context.serving_teacher, round)
     async with client, generators as generator, teachers as teacher:
         runner = GroupRunner(
             round,

@@ -33,13 +33,13 @@ class DistillationConfig(StageConfig):
     opd_kl_coef: float = option(1.0, ge=0)
     """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages."""
 
-    opd_type: Literal["megatron", "sglang"] = option("megatron")
-    """Where the teacher runs. megatron: in the trainer; sglang: in an engine of the run (--opd-teacher-load) or on a
+    opd_type: Literal["megatron", "engine"] = option("megatron")
+    """Where the teacher runs. megatron: in the trainer; engine: in an engine of the run (--opd-teacher-load) or on a
     server (--opd-teacher-url), and its log-probs are stored with the samples."""
 
     opd_teacher_load: str | None = option(None)
     """Hugging Face checkpoint of the teacher: with --opd-type megatron, of the policy's architecture and sizes; with
-    sglang, of any supported architecture, with the policy's tokenizer."""
+    engine, of any supported architecture, with the policy's tokenizer."""
 
 
 class SequenceMaskingConfig(StageConfig):
@@ -242,7 +242,7 @@ class AlgorithmConfig(StageConfig):
     @property
     def reads_teacher_logprobs(self) -> bool:
         """Whether the samples have log-probs of a teacher."""
-        return self.opd is not None and self.opd.opd_type == "sglang"
+        return self.opd is not None and self.opd.opd_type == "engine"
 
     @property
     def served_teacher(self) -> str | None:
@@ -364,7 +364,7 @@ class AlgorithmConfig(StageConfig):
         """Yield the rules about auxiliary models and expert routing."""
         yield (
             self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
-            "[train.opd] needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd and "
+            "[train.opd] needs --opd-teacher-load, unless --opd-type is engine: add it, or omit --use-opd and "
             "the other options of the section",
         )
         yield (

@@ -53,7 +53,13 @@ if __name__ == "__main__":
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
-from penstock.engines.backends import EngineBackend, EngineFacts, EngineMemory, estimate_engine_memory  # noqa: E402
+from penstock.engines.backends import (  # noqa: E402
+    Capability,
+    EngineBackend,
+    EngineFacts,
+    EngineMemory,
+    estimate_engine_memory,
+)
 from penstock.engines.generation import (  # noqa: E402
     OVER_MEMORY,
     EngineClient,
@@ -104,25 +110,8 @@ class StubClient(EngineClient):
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
         self.received = [name for name, _ in named]
-        self._set_all(version=version)
-
-    def use_adapter(self, name: str) -> None:
-        raise NotImplementedError  # `reason_against_adapters` says so
-
-    def unload_adapters(self) -> None:
-        pass
-
-    def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
-        return {url: [{}] for url in self.urls}
-
-    def overwrite_weights(self) -> None:
-        self._set_all(version="overwritten")
-
-    def release_memory(self) -> None:
-        self._set_all(version="released")
-
-    def resume_kv_cache(self) -> None:
-        pass
+        for url in self.urls:
+            call(url, {"version": version})
 
     def generates_tokens(self, url: str, timeout: float = 30) -> bool:
         try:
@@ -132,10 +121,6 @@ class StubClient(EngineClient):
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
         return str(call(url, timeout=timeout)["version"])
-
-    def _set_all(self, **changes: Any) -> None:
-        for url in self.urls:
-            call(url, changes)
 
 
 class StubServer(EngineServer):
@@ -151,6 +136,7 @@ class StubServer(EngineServer):
 class StubBackend(EngineBackend):
     title = "Stub"
     help = "--stub-first-digit N: the first of four token ids."
+    capabilities = frozenset({Capability.EXTERNAL})
     context_flag = "--stub-context-length"
 
     def facts(self, args: Mapping[str, Any]) -> EngineFacts:

@@ -201,8 +201,8 @@ def test_checksums_are_those_of_the_tensors() -> None:
 
 def test_engines_that_cannot_apply_adapters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(shape: Any = SHAPE, modules: tuple[str, ...] = ("all-linear",), **args: Any) -> str | None:
-        options = EngineOptions(ServerSpec(model_path="/model", args=args))
-        return reason_against_adapters(options, shape, adapter_targets(shape, modules), compare=True)
+        options = EngineOptions(ServerSpec(model_path="/model", args=args), compares=True)
+        return reason_against_adapters(options, shape, adapter_targets(shape, modules))
 
     assert reason() is None and reason(MIXTURE, ("attention",)) is None
     assert "attention of a mixture of experts only" in str(reason(MIXTURE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.backends import BACKENDS, engine_backend, engine_flag
+from penstock.engines.backends import BACKENDS, Capability, engine_backend, engine_flag
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import start_pool
 from penstock.engines.serving.server import ServerSpec
+from penstock.flows.config import Flow, derive
+from penstock.flows.inspect.dry_run import dry_run
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.help import full_help
 from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.preflight import check_options, plan_of, preflight
 from penstock.storage.errors import EngineError, InputError, OptionError
 from tests.engines.stub_engine import StubBackend, StubServer
 
@@ -49,7 +53,9 @@ def test_an_engine_outside_of_the_table_is_selected_by_its_class() -> None:
     assert config.rollout.engine_options == {"first_digit": 7}
 
 
-@pytest.mark.parametrize("name", ["vllm", "SGLang", "tests.engines.stub_engine:Missing", "no.such.module:Class", ""])
+@pytest.mark.parametrize(
+    "name", ["no-such-engine", "SGLang", "tests.engines.stub_engine:Missing", "no.such.module:Class", ""]
+)
 def test_an_unknown_engine_is_refused(name: str) -> None:
     with pytest.raises(OptionError, match=r"--engine .*give one of sglang"):
         engine_backend(name)
@@ -69,14 +75,83 @@ def test_flags_of_another_engine_are_refused(row: None, words: list[str]) -> Non
         parse_config([*WORDS, *words])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"args": {"digit": 1}}, "--stub-digit"), ({"router": {}}, "Stub has no router")]
-)
-def test_a_backend_refuses_what_its_engine_does_not_have(options: dict[str, Any], message: str) -> None:
-    spec = ServerSpec(model_path="model", args=options.pop("args", {}))
-    engines = EngineOptions(spec, PATH, **options)
-    with pytest.raises(EngineError, match=message):
+def test_a_backend_refuses_what_is_not_a_flag_of_its_engine() -> None:
+    engines = EngineOptions(ServerSpec(model_path="model", args={"digit": 1}), PATH)
+    with pytest.raises(EngineError, match="--stub-digit"):
         engine_backend(engines.engine).check_options(engines)
+
+
+NEEDS = {
+    Capability.SEEDS: "--rollout-sampling-seeds",
+    Capability.PARAMETERS: "--rollout-sampling min_p=0.1",
+    Capability.EXPERTS: "--use-rollout-routing-replay",
+    Capability.SCORES: "--opd-type engine --opd-teacher-url http://teacher:1",
+    Capability.FP32_HEAD: "--fp32-lm-head",
+    Capability.QUANTIZED: "--hf-checkpoint {quantized}",
+    Capability.SEVERAL_GPUS: "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
+    Capability.OFFLOAD: "--colocate",
+    Capability.TENSOR: "--update-weight-transport tensor",
+    Capability.NCCL: "--update-weight-transport nccl",
+    Capability.DISK: "--update-weight-transport disk",
+    Capability.BUCKETS: "--update-weight-buffer-size 1000000",
+    Capability.CHECKSUMS: "--check-weight-update-equal",
+    Capability.RETRACT: "--async-mode streaming",
+    Capability.IN_PLACE: "--async-mode streaming --pause-generation-mode in_place",
+    Capability.EXTERNAL: "--rollout-external-engine-addrs 127.0.0.1:7",
+    Capability.ROUTER: "--router-policy random",
+    Capability.PYTHON: "--engine-python /bin/python",
+}
+
+
+@pytest.mark.parametrize("capability", Capability)
+def test_an_option_of_the_engine_is_refused_unless_the_backend_has_its_capability(
+    capability: Capability, row: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StubBackend, "capabilities", frozenset())
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    words = [*WORDS, "--num-rollout", "1", *NEEDS[capability].format(quantized=tmp_path).split()]
+
+    def check(*more: str) -> None:
+        check_options(Flow.POST_TRAIN, derive(parse_config([*words, *more])))
+
+    check()  # SGLang accepts all
+    option, what, _ = capability.value
+    with pytest.raises(EngineError, match=re.escape(f"{option} needs an engine that {what}, and Stub (--engine stub)")):
+        check("--engine", "stub")
+    monkeypatch.setattr(StubBackend, "capabilities", frozenset({capability}))
+    check("--engine", "stub")
+
+
+def test_the_engine_of_a_teacher_needs_the_capability_of_several_gpus(row: None) -> None:
+    words = "--num-rollout 1 --opd-type engine --opd-teacher-load t --opd-teacher-num-gpus 2 --engine"
+    check_options(Flow.POST_TRAIN, derive(parse_config([*WORDS, *words.split(), "sglang"])))
+    with pytest.raises(EngineError, match="--opd-type engine needs"):
+        check_options(Flow.POST_TRAIN, derive(parse_config([*WORDS, *words.split(), "stub"])))
+
+
+def test_a_default_backend_warns_of_all_sampling_parameters_that_may_bias() -> None:
+    params = {"top_p": 1.0, "top_k": -1, "min_p": 0.1}
+    assert engine_backend(PATH).find_biasing_params(params) == ["min_p=0.1"]
+    assert engine_backend(PATH).find_biasing_params(params | {"top_p": 0.9}) == ["top_p=0.9", "min_p=0.1"]
+
+
+@pytest.mark.parametrize("is_dry", [True, False], ids=["dry run", "preflight"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fp32-lm-head", "--fp32-lm-head needs an engine that"),
+        ("--lora-rank 2 --lora-publish adapter", "--lora-publish adapter is not possible: Stub cannot serve adapters"),
+    ],
+)
+def test_a_run_is_refused_like_its_dry_run(
+    words: str, message: str, is_dry: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "label": "3"}\n')
+    data = f"--prompt-data {tmp_path}/rows.jsonl --input-key prompt --label-key label --rm-type exact_number"
+    run = f"--run r --store {tmp_path}/store --hf-checkpoint {tiny_model} --num-rollout 1 --rollout-max-response-len 8"
+    config = parse_config([*run.split(), *data.split(), "--engine", PATH, *words.split()])
+    with pytest.raises(InputError, match=message):
+        dry_run("post_train", config) if is_dry else preflight(plan_of("post_train", config))
 
 
 def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.storage.made_run import config_of, make_run, write_data
 FAKE = f"""
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-engine = subprocess.Popen([*sleep, {engine_backend().start_check()[0][0]!r}])
+engine = subprocess.Popen([*sleep, "{next(iter(engine_backend().processes))}"])
 print("started", flush=True)
 engine.wait()
 print("engine died", flush=True)

@@ -202,7 +202,7 @@ def test_doctor_plans_the_engine_of_a_teacher(
     model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--hf-checkpoint", model_dir("qwen3-0.6B"), "--gpu-memory-gib", "80", *FULL.split(), "--num-gpus", "8"]
-    words += ["--rollout-num-gpus", "2", "--use-opd", "--opd-type", "sglang", "--opd-teacher-load"]
+    words += ["--rollout-num-gpus", "2", "--use-opd", "--opd-type", "engine", "--opd-teacher-load"]
     assert main(["doctor", "--plan", *words, model_dir("qwen3-32B"), "--opd-teacher-num-gpus", "2"]) == 0
     text = capsys.readouterr().out
     rows = {line[:34].strip(): line[34:].split() for line in text.splitlines()}

@@ -1,4 +1,4 @@
-"""--opd-type sglang: log-probs of a teacher's server, in the samples and in the trainer."""
+"""--opd-type engine: log-probs of a teacher's server, in the samples and in the trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from scripted_engine import json_server
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.serving.pool import start_pool
+from penstock.engines.sglang import client
+from penstock.engines.sglang.client import parse_scores
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import TEACHER, device_counts, run_placement, teacher_options
 from penstock.flows.runtime.preflight import check_teacher
-from penstock.stages.rollout import group
-from penstock.stages.rollout.group import Teacher, token_logprobs
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.group import ServingTeacher, open_teacher
+from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.train.batching import Batch, read_teacher_logprobs
 from penstock.storage.errors import ModelError, OptionError, PluginError, RunError
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
+from tests.engines.stub_engine import StubBackend, StubClient
 
 TRAINED = Sample("a", "g", "t0", 0, token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], rollout_logprobs=[0, 0, -1, -2])
 
@@ -49,8 +54,9 @@ class Server:
         if self.failures:
             self.failures -= 1
             return 503, None
-        entries = [[None if i == 0 else -t - i / 10, t, None] for i, t in enumerate(body["input_ids"])]
-        return 200, {"text": "", "meta_info": {"input_token_logprobs": entries}}
+        [input_ids] = body["input_ids"]
+        entries = [[None if i == 0 else -t - i / 10, t, None] for i, t in enumerate(input_ids)]
+        return 200, [{"text": "", "meta_info": {"input_token_logprobs": entries}}]
 
 
 @pytest.fixture
@@ -60,9 +66,14 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def score(server: Server, *samples: Sample) -> None:
+def score(serving: str | ServingTeacher, *samples: Sample, **options: Any) -> None:
+    url = serving if isinstance(serving, str) else None
+
     async def run() -> None:
-        await Teacher.at(server.address.removeprefix("http://")).score(samples)
+        config = RolloutConfig(opd_teacher_url=url, **options)
+        async with open_teacher(config, None if url else serving, RolloutRound("r", 0, 0)) as teacher:
+            assert teacher is not None
+            await teacher.score(samples)
 
     asyncio.run(run())
 
@@ -74,36 +85,45 @@ def test_trained_tokens_get_the_log_probs_of_the_teacher(server: Server) -> None
         sample(teacher_logprobs=[0.0, 0.0, -1.0, -1.0]),
     )
     first = sample()
-    score(server, first, failed, masked, scored)
+    score(server.address + "/", first, failed, masked, scored)
     assert first.teacher_logprobs == [0.0, 0.0, -7.2, -8.3]
     assert failed.teacher_logprobs is masked.teacher_logprobs is None and scored.teacher_logprobs[2] == -1.0
     [body] = server.bodies
-    assert body["path"] == "/generate" and body["input_ids"] == [5, 6, 7, 8] and body["return_logprob"]
+    assert body["path"] == "/generate" and body["input_ids"] == [[5, 6, 7, 8]] and body["return_logprob"]
     assert body["logprob_start_len"] == 0 and body["sampling_params"]["max_new_tokens"] == 0
 
 
-def test_request_waits_while_the_engine_of_the_run_restarts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses, first = [[], [], [server.address]], sample()
-    monkeypatch.setattr(group, "TEACHER_POLL_SECONDS", 0.0)
-
-    async def run() -> None:
-        await Teacher(lambda: addresses.pop(0), "the teacher's engine").score([first])
-
-    asyncio.run(run())
-    assert first.teacher_logprobs == [0.0, 0.0, -7.2, -8.3] and len(server.bodies) == 1
+def test_request_waits_while_the_engine_of_the_run_restarts(server: Server) -> None:
+    addresses, first = [[], []], sample()
+    score(lambda: nullcontext(lambda: addresses.pop() if addresses else [server.address]), first)
+    assert first.teacher_logprobs == [0.0, 0.0, -7.2, -8.3] and len(server.bodies) == 1 and not addresses
 
 
 def test_failed_requests_are_repeated_until_the_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_wait(seconds: float) -> None: ...
-
-    monkeypatch.setattr(group.asyncio, "sleep", no_wait)
-    server.failures = group.TEACHER_TRIES - 1
+    monkeypatch.setattr(client, "MAX_BACKOFF", 0.0)
+    server.failures = client.NUM_TRIES - 1
     first = sample()
-    score(server, first)
-    assert first.teacher_logprobs is not None and len(server.bodies) == group.TEACHER_TRIES
-    server.failures = group.TEACHER_TRIES
-    with pytest.raises(RuntimeError, match=f"--opd-teacher-url .* failed {group.TEACHER_TRIES} times, last with .*503"):
-        score(server, sample())
+    score(server.address, first)
+    assert first.teacher_logprobs is not None and len(server.bodies) == client.NUM_TRIES
+    server.failures = client.NUM_TRIES
+    with pytest.raises(RuntimeError, match=f"--opd-teacher-url .* no log-probs: .* all {client.NUM_TRIES} .*503"):
+        score(server.address, sample())
+
+
+def test_a_server_that_is_not_an_engine_is_named() -> None:
+    with json_server(lambda path, body: (200, {})) as address, pytest.raises(RuntimeError, match="--opd-teacher-url"):
+        score(address, sample())
+
+
+def test_the_teacher_speaks_the_protocol_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client(StubClient):
+        async def score(self, input_ids: list[int]) -> list[float]:
+            return [-float(id) for id in input_ids]
+
+    monkeypatch.setattr(StubBackend, "connect", lambda backend, urls, timeout: Client(urls))
+    first = sample()
+    score("http://teacher:1", first, engine="tests.engines.stub_engine:StubBackend")
+    assert first.teacher_logprobs == [0.0, 0.0, -7.0, -8.0]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +137,13 @@ def test_failed_requests_are_repeated_until_the_limit(server: Server, monkeypatc
     ],
 )
 def test_answer_without_the_log_probs_of_these_tokens_is_refused(answer: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="answered without the log-probs of the 2 tokens"):
-        token_logprobs(answer, [5, 6])
+    with pytest.raises(RuntimeError, match="answered without the log-probs of the 2 given tokens"):
+        parse_scores(answer, [5, 6])
 
 
 def test_last_token_of_the_vocabulary_which_sglang_reports_as_0_has_its_log_prob() -> None:
     answer = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 0, None]]}}
-    assert token_logprobs(answer, [5, 63]) == [0.0, -1.5]
+    assert parse_scores(answer, [5, 63]) == [0.0, -1.5]
 
 
 # ---- the column ------------------------------------------------------------------------------------------------------
@@ -155,7 +175,7 @@ WORDS = ["--hf-checkpoint", "m", "--use-opd"]
 
 
 def test_teacher_on_a_server_is_not_loaded_by_the_trainer(tmp_path: Path) -> None:
-    config = parse_config([*WORDS, "--opd-type", "sglang", "--opd-teacher-url", "http://teacher:30000"])
+    config = parse_config([*WORDS, "--opd-type", "engine", "--opd-teacher-url", "http://teacher:30000"])
     assert config.train.reads_teacher_logprobs and not config.train.loads_teacher
     own = parse_config([*WORDS, "--opd-type", "megatron", "--opd-teacher-load", "teacher"]).train
     assert own.loads_teacher and not own.reads_teacher_logprobs
@@ -164,16 +184,16 @@ def test_teacher_on_a_server_is_not_loaded_by_the_trainer(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--use-opd", "--opd-type", "sglang"], "--opd-type sglang needs either --opd-teacher-load"),
-        (["--opd-teacher-url", "http://t"], "--opd-teacher-url has no effect without --opd-type sglang"),
+        (["--use-opd", "--opd-type", "engine"], "--opd-type engine needs either --opd-teacher-load"),
+        (["--opd-teacher-url", "http://t"], "--opd-teacher-url has no effect without --opd-type engine"),
         (["--use-opd", "--opd-type", "megatron"], "--opd-teacher-load"),
-        (["--opd-type", "sglang"], "--opd-type sglang needs either --opd-teacher-load"),
+        (["--opd-type", "engine"], "--opd-type engine needs either --opd-teacher-load"),
         (
-            ["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "t", "--opd-teacher-url", "http://t"],
-            "--opd-type sglang needs either --opd-teacher-load, .* or --opd-teacher-url",
+            ["--use-opd", "--opd-type", "engine", "--opd-teacher-load", "t", "--opd-teacher-url", "http://t"],
+            "--opd-type engine needs either --opd-teacher-load, .* or --opd-teacher-url",
         ),
         (
-            ["--use-opd", "--opd-type", "sglang", "--opd-teacher-url", "http://t", "--rollout-temperature", "0.8"],
+            ["--use-opd", "--opd-type", "engine", "--opd-teacher-url", "http://t", "--rollout-temperature", "0.8"],
             "log-probs at temperature 1, but --rollout-temperature is 0.8",
         ),
     ],
@@ -187,7 +207,7 @@ def test_contradictory_options_of_the_teacher_are_refused(words: list[str], mess
 
 
 def own_teacher(model: Path, *words: str) -> list[str]:
-    return [*WORDS, "--opd-type", "sglang", "--opd-teacher-load", str(model), *words]
+    return [*WORDS, "--opd-type", "engine", "--opd-teacher-load", str(model), *words]
 
 
 def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) -> None:
@@ -202,7 +222,7 @@ def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) ->
     placement = run_placement(config)
     assert (placement.end_of_engines(4), placement.total_gpus(4)) == (11, 14)  # engines: GPUs 4-6 and 8-10
     assert device_counts(Flow.POST_TRAIN, config) == (2, 8, False)
-    assert teacher_options(parse_config([*WORDS, "--opd-type", "sglang", "--opd-teacher-url", "http://t"])) is None
+    assert teacher_options(parse_config([*WORDS, "--opd-type", "engine", "--opd-teacher-url", "http://t"])) is None
 
 
 def test_teacher_whose_tokens_have_other_ids_is_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -227,10 +247,10 @@ def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
     pool = start_pool(cluster, options.replace_spec_fields(log_dir=str(tmp_path)))
     first, second = sample(), sample()
     with pool.serving(TEACHER, lambda urls: None) as urls:
-        asyncio.run(Teacher(urls, "teacher").score([first]))
+        score(lambda: nullcontext(urls), first)
         [pid] = [replica.place().pid for replica in pool._replicas]
         os.kill(pid, signal.SIGKILL)
-        asyncio.run(Teacher(urls, "teacher").score([second]))
+        score(lambda: nullcontext(urls), second)
         [restarted] = [replica.place().pid for replica in pool._replicas]
     assert first.teacher_logprobs == second.teacher_logprobs and max(first.teacher_logprobs[2:]) < 0
     assert restarted != pid
