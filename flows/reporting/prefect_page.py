@@ -170,7 +170,7 @@ class PrefectPage(Observer):
         if self.report.written:
             links["report"] = run.store.path(run.keys.report)
             if page:
-                links["report in MLflow"] = page.replace("?", "/artifacts/report.html?")
+                links["report in MLflow"] = page.replace("/model-metrics?", "/artifacts/report.html?")
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
         markdown = run_page(run.keys.run, progress, self.display.summary(commits), links, svg)
         try:

@@ -139,7 +139,7 @@ def test_all_trackers_hold_the_same_points(store: Store, run: TrackedRun, databa
     deliver(store, run, uris_of(database, tmp_path))
     points = mlflow_points(database)
     assert ("rollout/raw_reward", 3, 0.25) in [point[:3] for point in points]
-    assert [point[1] for point in points if point[0] == "cost/device_hours"] == [2, 4]  # rounds after each start
+    assert [point[1] for point in points if point[0] == "usage/device_hours"] == [2, 4]  # rounds after each start
     assert ("eval/x-pass@4", 2, float(numpy.float32(1 / 3))) in [point[:3] for point in points]
     assert tensorboard_points(tmp_path / "tb") == points
     assert wandb_points(tmp_path / "wb", run) == points

@@ -8,6 +8,7 @@ MLflow objects of the parent only.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ from mlflow.utils import mlflow_tags
 from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
+from penstock.storage.tracking.mlflow.mlflow_overview import ROUNDS, describe_results, runs_url
 from penstock.storage.tracking.mlflow.mlflow_runs import (
+    CHARTS,
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
@@ -75,9 +78,7 @@ class RunPage:
             for number, start in enumerate(starts)
             if start.flow_run.startswith("http")
         ]
-        command = f"`penstock {record.flow}` with Penstock {record.code_version}"
-        text = f"{command}, store `{run.store_uri}`; more: `penstock lineage {run.name}`, `penstock report {run.name}`"
-        self.runs.add_links(main_run, links, text)
+        self.runs.add_links(main_run, links)
         if (parent := record.parent) and (other := read_run_record(run.store, RunKeys(parent.run))):
             self.client.set_tag(main_run, _PARENT, other.id)
             if found := self.runs.find_part("", replace(run, name=parent.run, run_id=other.id)):
@@ -86,6 +87,18 @@ class RunPage:
             name = fork.data.tags["penstock.run"]
             if (of_fork := read_run_record(run.store, RunKeys(name))) and of_fork.parent:
                 self._link_fork(main_run, run.name, fork.info.run_id, name, of_fork.parent.at)
+
+    def describe(self, main_run: str, commits: RunCommits) -> None:
+        """Let the description of the run begin with its results and the pages to look at, and tag the run with the
+        number of its rounds."""
+        pages = {"charts": CHARTS, "samples": "/traces", "files": "/artifacts"}
+        links = [f"[{title}]({self.runs.url('runs', main_run, tab)})" for title, tab in pages.items()]
+        links.append(f"[all runs]({runs_url(self.runs.experiment_id)})")
+        name, store = self.runs.run.name, shlex.quote(self.runs.run.store_uri)
+        commands = f"`penstock show {name} --store {store}`, `penstock lineage {name} --store {store}`"
+        text = f"{describe_results(commits)}\n\n{', '.join(links)}\n\nIn a terminal: {commands}"
+        self.runs.add_links(main_run, [], text)
+        self.client.set_tag(main_run, ROUNDS, str(len(commits.commits["step"])))
 
     def _link_fork(self, parent_run: str, parent: str, fork_run: str, fork: str, at: int) -> None:
         """Link the MLflow runs of a fork from round `at` and of its parent."""
@@ -112,7 +125,7 @@ class RunPage:
 
     def _log_origin(self, main_run: str, role: str, key: str, commit: Commit) -> None:
         """Log a converted model as an input of the run, with its conversion."""
-        model, sources = self._log_conversion(key, commit)
+        model, sources = self._log_conversion(main_run, key, commit)
         if role == "base":
             self.base_model = model
         self.client.log_inputs(main_run, models=[LoggedModelInput(model.model_id)])
@@ -122,13 +135,13 @@ class RunPage:
         links = [self.models.link(f"source of the {role} model", source) for source in sources]
         self.runs.add_links(main_run, [self.models.link(f"{role} model", model), *links])
 
-    def _log_conversion(self, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
-        """Log the conversion of a source model as an MLflow run, which all runs with the same model share. Return the
-        converted model and its sources: a directory, or the export or a checkpoint of another run, or both if the
-        directory is a copy."""
+    def _log_conversion(self, main_run: str, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
+        """Log the conversion of a source model as an MLflow run, which all runs with the same model share; it is a
+        child of the first of them. Return the converted model and its sources: a directory, or the export or a
+        checkpoint of another run, or both if the directory is a copy."""
         attempt = commit.attempt or key
         name = f"convert-{short_fingerprint(key)}"
-        tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri}
+        tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri, "mlflow.parentRunId": main_run}
         run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, int(commit.started_at * 1000), tags)
         model = self.models.of_commit(key, commit, run_id)
         self.models.log_output(run_id, model)

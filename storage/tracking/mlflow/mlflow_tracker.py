@@ -13,7 +13,9 @@ from penstock.storage.commit import RunKeys
 from penstock.storage.config import option
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact, redact_url, register_credentials
+from penstock.storage.tracking.mlflow.mlflow_overview import SECTION, overview_points, store_view
 from penstock.storage.tracking.mlflow.mlflow_runs import (
+    CHARTS,
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
@@ -82,13 +84,14 @@ class MlflowTracker(Tracker):
         models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, models)
         self.mlflow_commits = MlflowCommits(self.runs, models, self.run_page)
+        self._in_view: set[str] = set()  # metrics for which the stored view has columns
 
     @property
     def page(self) -> str | None:
         """Return the URL of the run's page, or None if MLflow is a database without a server."""
         if not self.uri.startswith("http") or self.runs.main_run_id is None:
             return None
-        return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id)}"
+        return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id, CHARTS)}"
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records to MLflow in the given order. Metrics and data sets of the main run are collected into few
@@ -105,11 +108,16 @@ class MlflowTracker(Tracker):
                     inputs += self.mlflow_commits.log(main_run, record.key, record.commit, commits)
                 case ReportWritten() if self.run.store and (content := self.run.store.read(record.store_key)):
                     self.client.log_text(main_run, content.decode(), "report.html")
-            points += to_mlflow(metric_points(record))
+            points += to_mlflow([*overview_points(record, commits), *metric_points(record)])
         for chunk in chunks(points, MAX_METRICS):
             self.client.log_batch(main_run, metrics=chunk)
         for datasets in chunks(inputs, MAX_DATASETS):
             self.client.log_inputs(main_run, datasets=datasets)
+        if any(isinstance(record, Committed) for record in records):
+            self.run_page.describe(main_run, commits)
+        if new := {point.key for point in points if point.key.startswith(f"{SECTION}/")} - self._in_view:
+            store_view(self.client, self.runs.experiment_id, new)
+            self._in_view |= new
         ends = [record for record in records if isinstance(record, RunEnded)]
         changed = any(isinstance(record, Committed) and record.commit.kind in _CURVE_KINDS for record in records)
         if (changed or ends) and (figure := reward_curve(self.run.name, commits)):
