@@ -52,7 +52,7 @@ class Session:
     Attributes:
         started_stages: name of a task run of this flow run -> state with its id.
         stage_results: kept, because Prefect recognizes results and their strings by their addresses.
-        stage_messages: id of an active task run -> message of its final state.
+        stage_messages: id of an active task run -> name and message of its final state.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         self.engines = PolicyEngines(processes, lambda *published: observers.tell(Observer.on_publish, *published))
         self.started_stages: dict[str, State[Any]] = {}
         self.stage_results: list[Any] = []
-        self.stage_messages: dict[uuid.UUID, str] = {}
+        self.stage_messages: dict[uuid.UUID, tuple[str, str]] = {}
         self.saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
         self._entered = ExitStack()  # holds the grader
 
@@ -79,7 +79,9 @@ class Session:
         done, total = self.run.num_trained_rounds(), self.run.num_rounds
         if done:
             rest = "resuming" if done < total else "nothing is left to train"
-            self.display.note(f"{done} of {total} rounds are committed; {rest}")
+            text = f"{rest}: {done} of {total} rounds are committed{self.run.describe_earlier_end()}"
+            self.display.note(text)
+            get_run_logger().info(text)
         yield from range(max(0, done - 1), total)
 
     def start_trainer(self) -> None:
@@ -102,7 +104,7 @@ class Session:
         text = report.line or ("" if report.is_new else "committed before: ") + describe_commit(
             commit, self.run.num_rounds
         )
-        self.set_stage_message(text)
+        self.set_stage_message(text, self.display.result(commit))
         return commit
 
     @contextmanager
@@ -124,9 +126,10 @@ class Session:
                 )
                 raise
 
-    def set_stage_message(self, text: str) -> None:
-        """Set the message of the current stage's final state, which says what the stage has done."""
-        self.stage_messages[uuid.UUID(task_run.id)] = " ".join(text.split())
+    def set_stage_message(self, text: str, name: str = "") -> None:
+        """Set the message of the current stage's final state, which says what the stage has done, and the state's name,
+        by default "Completed"."""
+        self.stage_messages[uuid.UUID(task_run.id)] = (name or "Completed", " ".join(text.split()))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved is committed. Raises the exception of the saving task.
