@@ -46,7 +46,7 @@ def mlflow_points(database: Path) -> Points:
         rows = connection.execute(
             "select metrics.key, step, metrics.value, timestamp from metrics "
             "join tags on tags.run_uuid = metrics.run_uuid and tags.key = 'penstock.part' and tags.value = 'run' "
-            "where not is_nan"
+            "where not is_nan and metrics.key not like 'at a glance/%'"  # what other trackers do not have
         ).fetchall()
     return sorted((name.replace("_at_", "@"), step, float(numpy.float32(value)), at) for name, step, value, at in rows)
 
