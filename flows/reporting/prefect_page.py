@@ -197,10 +197,10 @@ class PrefectPage(Observer):
         try:
             if self._id is None:
                 key = f"run-{re.sub('[^a-z0-9]+', '-', run.keys.run.lower()).strip('-')}"
-                self._id = create_markdown_artifact(markdown, key=key, description=f"Run {run.keys.run}")  # type: ignore[assignment]
+                self._id = create_markdown_artifact(markdown, key=key, description=progress)  # type: ignore[assignment]
                 return
             with get_client(sync_client=True) as client:
-                client.update_artifact(self._id, ArtifactUpdate(data=markdown))
+                client.update_artifact(self._id, ArtifactUpdate(data=markdown, description=progress))
         except HTTPError as error:
             self.display.note(f"the results could not be written to the Prefect page ({type(error).__name__}: {error})")
 

@@ -214,7 +214,7 @@ def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: 
         "penstock.flow_run": url,
     }
     assert {name: run.data.tags[name] for name in expected} == expected
-    assert "`penstock lineage r`" in run.data.tags["mlflow.note.content"]
+    assert "`penstock lineage r --store " in run.data.tags["mlflow.note.content"]
     assert f"Prefect flow runs: [r #1]({url})" in run.data.tags["mlflow.note.content"]
 
 

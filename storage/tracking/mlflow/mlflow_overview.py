@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 SECTION = "at a glance"
 ROUNDS = "penstock.rounds"  # tag of a run: the number of its trained rounds
 _REWARD, _LENGTH, _SPEED = "1 reward", "6 response length", "7 tokens per second"
-_MAIN_METRICS = {  # kind of commit -> title of the chart -> metrics, of which the first one present is shown
+_MAIN_METRICS: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # kind of commit -> title of the chart -> metrics, of which the first one present is shown
     "rollout": {
         _REWARD: ("rollout/raw_reward",),
         _LENGTH: ("rollout/response_len/mean",),
