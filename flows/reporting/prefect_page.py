@@ -185,7 +185,7 @@ class PrefectPage(Observer):
             self._publish(describe_progress(list(self._commits.values()), self.run.started_at))
 
     def _publish(self, progress: str) -> None:
-        """Create the artifact, or replace its content."""
+        """Create the artifact, or replace its content and its description `progress`."""
         run, page, commits = self.run, self.tracking.deliveries[0].page, list(self._commits.values())
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": run.store.uri}
         if self.report.written:
@@ -193,7 +193,7 @@ class PrefectPage(Observer):
             if page:
                 links["report in MLflow"] = page.replace("/model-metrics?", "/artifacts/report.html?")
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
-        markdown = run_page(run.keys.run, progress, self.display.summary(commits), links, svg)
+        markdown = run_page(run.keys.run, self.display.summary(commits), links, svg)
         try:
             if self._id is None:
                 key = f"run-{re.sub('[^a-z0-9]+', '-', run.keys.run.lower()).strip('-')}"
@@ -232,10 +232,10 @@ def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
     return ", ".join(parts) or "no new stage was committed"
 
 
-def run_page(title: str, progress: str, rows: Mapping[str, str], links: Mapping[str, str], svg: str | None) -> str:
-    """Return the Markdown of a run's artifact: what this start has done, the reward curve, the results of the whole run
-    and links (URLs, paths or commands)."""
-    lines = [f"# {title}", "", progress, ""]
+def run_page(title: str, rows: Mapping[str, str], links: Mapping[str, str], svg: str | None) -> str:
+    """Return the Markdown of a run's artifact: the reward curve, the results of the whole run and links (URLs, paths or
+    commands)."""
+    lines = [f"# {title}", ""]
     if svg is not None:  # Prefect's pages show images with data URIs
         lines += [f"![reward by round](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})", ""]
     marked = {name: f"[{to}]({to})" if to.startswith("http") else f"`{to}`" for name, to in links.items() if to}

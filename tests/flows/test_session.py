@@ -72,7 +72,9 @@ class Client:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     flow_run = SimpleNamespace(ui_url=None, id=str(uuid.uuid4()))
-    world = SimpleNamespace(store=Store(str(tmp_path / "store")), tracking=ScriptedTracking(), artifacts=list[str]())
+    world = SimpleNamespace(
+        store=Store(str(tmp_path / "store")), tracking=ScriptedTracking(), artifacts=list[tuple[str, str]]()
+    )
     world.config = parse_config(["--run", "r", "--store", world.store.root, "--num-rollout", "2"])
     for module, name, value in (
         (sessions, "plan_of", lambda flow, config: resolve(flow, config, world.store)),
@@ -82,7 +84,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (sessions, "RunTracking", lambda *_: world.tracking),
         (prefect_page, "flow_run", flow_run),
         (prefect_page, "get_client", lambda **_: Client()),
-        (prefect_page, "create_markdown_artifact", lambda text, **_: world.artifacts.append(text) or uuid.uuid4()),
+        (
+            prefect_page,
+            "create_markdown_artifact",
+            lambda text, **more: world.artifacts.append((more["description"], text)) or uuid.uuid4(),
+        ),
         (prefect_page, "wait_for_api", lambda note, patience_seconds: True),
         (observers, "read_cost_metrics", lambda *_: []),
     ):
@@ -198,7 +204,9 @@ def test_states_are_named_by_the_reward(world: SimpleNamespace) -> None:
 @pytest.mark.usefixtures("stage_states")
 def test_the_artifact_is_rewritten_while_the_run_runs(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    monkeypatch.setattr(Client, "update_artifact", lambda self, id, artifact: written.append(artifact.data), False)
+    monkeypatch.setattr(
+        Client, "update_artifact", lambda self, id, artifact: written.append(artifact.description), False
+    )
     monkeypatch.setattr(prefect_page, "http_answers", lambda url: True)
     monkeypatch.setattr(prefect_page, "REWRITE_SECONDS", 0.01)
     with open_session("post_train", world.config) as session:
@@ -207,8 +215,8 @@ def test_the_artifact_is_rewritten_while_the_run_runs(world: SimpleNamespace, mo
         while not written:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert "running: round 0, reward 0.500" in written[0] and "running" in world.artifacts[0]
-    assert "round 0, reward 0.500" in written[-1] and "running" not in written[-1]
+    assert [name for name, _ in world.artifacts] == ["running"] and written[0].startswith("running: round 0, ")
+    assert written[-1] == "round 0, reward 0.500"
 
 
 @pytest.mark.usefixtures("stage_states")

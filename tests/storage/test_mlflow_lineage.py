@@ -215,7 +215,7 @@ def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: 
     }
     assert {name: run.data.tags[name] for name in expected} == expected
     assert "`penstock lineage r --store " in run.data.tags["mlflow.note.content"]
-    assert f"Prefect flow runs: [r #1]({url})" in run.data.tags["mlflow.note.content"]
+    assert f"Prefect flow runs: [start 1]({url})" in run.data.tags["mlflow.note.content"]
 
 
 def test_train_run_has_the_metrics_and_parameters_of_its_rounds(store: Store, database: Path) -> None:

@@ -74,7 +74,7 @@ class RunPage:
         }
         self.client.log_batch(main_run, tags=[RunTag(name, value) for name, value in tags.items() if value])
         links = [
-            Link("Prefect flow runs", f"{run.name} #{number}", start.flow_run)
+            Link("Prefect flow runs", f"start {number}", start.flow_run)
             for number, start in enumerate(starts, 1)
             if start.flow_run.startswith("http")
         ]

@@ -45,6 +45,7 @@ from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_runs import MlflowRuns, replace_forbidden_characters
+from penstock.storage.web.login import with_login
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -148,7 +149,7 @@ class MlflowTraces:
     """Logs a sample of each round as traces."""
 
     def __init__(self, runs: MlflowRuns) -> None:
-        self.client = TracingClient(runs.uri)
+        self.client = TracingClient(with_login(runs.uri))
         self.runs = runs
 
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
