@@ -1,8 +1,19 @@
 """A sample as a trace: turns, tool calls, tool results and parts of the reward."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from penstock.storage.tracking.mlflow.mlflow_samples import SamplePart, assess, split_sample, to_span, tool_calls
+from penstock.storage.tracking.mlflow.mlflow_samples import (
+    MlflowTraces,
+    SamplePart,
+    assess,
+    split_sample,
+    to_span,
+    tool_calls,
+)
+from penstock.storage.web.login import create_login
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TEXTS = {(3, 4): CALL, (5, 6): "sum is 2", (7, 8, 9, 10): "2"}
@@ -81,6 +92,15 @@ def test_calls_drafted_in_thoughts_are_not_shown(draft: str) -> None:
     call = '<tool_call>{"name": "add", "note": "two\nlines"}</tool_call>'
     assert tool_calls(draft.replace("{}", call)) == []
     assert tool_calls(f"<think>{call}</think> so {call}") == [{"name": "add", "note": "two\nlines"}]
+
+
+def test_traces_are_sent_with_the_login_of_the_users_own_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    login = create_login(5999)
+    traces = MlflowTraces(SimpleNamespace(uri="http://127.0.0.1:5999"))  # type: ignore[arg-type]
+    assert traces.client.tracking_uri == f"http://{login}@127.0.0.1:5999"
 
 
 def test_sample_without_tokens_has_no_turns() -> None:
