@@ -1,9 +1,10 @@
 """The tracker for MLflow: every artifact of a run is an MLflow object, with links in both directions.
 
-mlflow_tracker.py  options of the tracker; receives the records of a run; the reward curve
-mlflow_commits.py  logs commits, each kind as its MLflow objects, and the page of the run
-mlflow_runs.py     MLflow runs, links between their pages, names and values that MLflow accepts
-mlflow_models.py   logged models, registered versions, and the aliases champion and candidate
-mlflow_samples.py  data sets with previews, and samples of a round as traces
-mlflow_server.py   MLflow's server with a login, and a page that opens the right view
+mlflow_tracker.py   options of the tracker; receives the records of a run; the reward curve
+mlflow_commits.py   logs commits, each kind as its MLflow objects, and the page of the run
+mlflow_overview.py  what the pages show first: main metrics, the view of the list of runs, the results of a run
+mlflow_runs.py      MLflow runs, links between their pages, names and values that MLflow accepts
+mlflow_models.py    logged models, registered versions, and the aliases champion and candidate
+mlflow_samples.py   data sets with previews, and samples of a round as traces
+mlflow_server.py    MLflow's server with a login, and a page that opens the right view
 """
