@@ -53,7 +53,7 @@ class Session:
         started_stages: name of a task run of this flow run -> state with its id.
         stage_results: results of stages, kept in memory because Prefect identifies them, and strings in them, by
             `id()`.
-        stage_messages: id of an active task run -> message of its final state.
+        stage_messages: id of an active task run -> name and message of its final state.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Session:
         self.engines = PolicyEngines(processes, lambda *published: observers.tell(Observer.on_publish, *published))
         self.started_stages: dict[str, State[Any]] = {}
         self.stage_results: list[Any] = []
-        self.stage_messages: dict[uuid.UUID, str] = {}
+        self.stage_messages: dict[uuid.UUID, tuple[str, str]] = {}
         self.saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
@@ -86,7 +86,9 @@ class Session:
         done, total = self.run.num_trained_rounds(), self.run.num_rounds
         if done:
             rest = "resuming" if done < total else "nothing is left to train"
-            self.display.note(f"{done} of {total} rounds are committed; {rest}")
+            text = f"{rest}: {done} of {total} rounds are committed{self.run.describe_earlier_end()}"
+            self.display.note(text)
+            get_run_logger().info(text)
         yield from range(max(0, done - 1), total)
 
     def start_trainer(self) -> None:
@@ -108,7 +110,7 @@ class Session:
             get_run_logger().info(line.strip())  # for the Prefect page
         self.observers.tell(Observer.on_commit, key, commit, is_new)
         text = describe_commit(commit, self.run.num_rounds)
-        self.set_stage_message(line or (text if is_new else f"committed before: {text}"))
+        self.set_stage_message(line or (text if is_new else f"committed before: {text}"), self.display.result(commit))
         return commit
 
     @contextmanager
@@ -130,9 +132,10 @@ class Session:
                 )
                 raise
 
-    def set_stage_message(self, text: str) -> None:
-        """Set the message of the current stage's final state, which describes what the stage has done."""
-        self.stage_messages[uuid.UUID(task_run.id)] = " ".join(text.split())
+    def set_stage_message(self, text: str, name: str = "") -> None:
+        """Set the message of the current stage's final state, which says what the stage has done, and the state's name,
+        by default "Completed"."""
+        self.stage_messages[uuid.UUID(task_run.id)] = (name or "Completed", " ".join(text.split()))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved is committed. Raises the exception of the saving task.

@@ -85,7 +85,8 @@ class Stage:
                     lambda: body(session, *args), directories, session.stop, session.display.note
                 )
             session.stage_results.append(result)
-            return Completed(message=session.stage_messages.pop(task_run.id, None), data=result)
+            name, message = session.stage_messages.pop(task_run.id, ("Completed", None))
+            return Completed(name=name, message=message, data=result)
 
         self._task: Task[..., Any] = task(
             name=body.__name__,

@@ -280,15 +280,17 @@ def print_stages(costs: RunCosts, price: float | None) -> None:
             rows.append([f"{costs.num_devices[devices]} x {devices}", stage, f"{seconds:,.1f}", share, *money])
     print_table(["devices", "stage", "device-seconds", "share", *([] if price is None else ["price"])], rows)
     metrics = costs.metrics(price)
-    total_price = f", price {metrics['cost/money']:,.2f}" if price is not None else ""
-    print(f"total {costs.total_device_seconds:,.1f} device-seconds, {metrics['cost/idle_ratio']:.1%} idle{total_price}")
+    total_price = f", price {metrics['usage/money']:,.2f}" if price is not None else ""
+    print(
+        f"total {costs.total_device_seconds:,.1f} device-seconds, {metrics['usage/idle_ratio']:.1%} idle{total_price}"
+    )
     if costs.kept_samples:
-        per_sample = metrics["cost/device_seconds_per_kept_sample"]
+        per_sample = metrics["usage/device_seconds_per_kept_sample"]
         print(f"{costs.kept_samples:,} samples trained, {per_sample:.4f} device-seconds each")
     for version, seconds in costs.checkpoints.items():
         energy = f", {costs.checkpoint_joules[version]:,.0f} J" if version in costs.checkpoint_joules else ""
         print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the previous one")
     if costs.joules:
         of_stages = ", ".join(f"{stage} {joules:,.0f} J" for stage, joules in costs.joules.items())
-        each = f", {metrics['cost/joules_per_kept_sample']:,.1f} J per sample" if costs.kept_samples else ""
-        print(f"energy of the GPUs {metrics['cost/energy_kwh']:,.4f} kWh: {of_stages}{each}")
+        each = f", {metrics['usage/joules_per_kept_sample']:,.1f} J per sample" if costs.kept_samples else ""
+        print(f"energy of the GPUs {metrics['usage/energy_kwh']:,.4f} kWh: {of_stages}{each}")

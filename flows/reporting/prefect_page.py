@@ -9,6 +9,7 @@ start of the run does.
 from __future__ import annotations
 
 import base64
+import contextvars
 import logging
 import re
 import threading
@@ -44,11 +45,11 @@ from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
 from penstock.storage.commit import Commit, RunKeys, attempt_in_path, evaluation_rewards, training_rewards
-from penstock.storage.history.run_record import read_starts
+from penstock.storage.history.run_record import list_starts, read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact
 from penstock.storage.store import Store, committed_prefixes, read_commits
-from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.delivery import RunTracking, read_committed
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -107,6 +108,7 @@ def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
+REWRITE_SECONDS = 10.0  # at least, between two rewrites of the artifact while the run runs
 REPORT_TIMEOUT = 3.0  # seconds to wait for the last task states of this process, which Prefect sends asynchronously
 _ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED, StateType.CANCELLING]
 
@@ -123,22 +125,28 @@ def model_title(path: str) -> str:
 
 
 class PrefectPage(Observer):
-    """The pages of this flow run: tags, and the artifact of the run, whose key all starts of the run share. A failure
-    is printed and does not fail the run."""
+    """The pages of this flow run: its name and tags, and the artifact of the run, whose key all starts of the run
+    share. A thread rewrites the artifact after commits. A failure is printed and does not fail the run."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking, report: FinalReport) -> None:
         self.run = run
         self.display = display
         self.tracking = tracking
         self.report = report
-        self._commits: list[Commit] | None = None
+        self._commits: dict[str, Commit] = {}
+        self._changed = threading.Event()
+        self._ends = threading.Event()
+        context = contextvars.copy_context()  # it has the address of the API
+        self._thread = threading.Thread(target=context.run, args=(self._rewrite,), name="prefect-page", daemon=True)
         self._id: UUID | None = None  # of the artifact
 
-    def on_results(self, commits: list[Commit]) -> None:
-        self._commits = commits
+    def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
+        self._commits[key] = commit.model_copy(update={"state": {}})  # without the samples
+        self._changed.set()
 
     def __enter__(self) -> Self:
-        """Tag the flow run, publish the artifact, and end the flow runs that killed drivers have left as running."""
+        """Name and tag the flow run, publish the artifact, and end the flow runs that killed drivers have left as
+        running."""
         run, config = self.run, self.run.config
         tags = [f"run:{run.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
         if config.run.generates_ahead:
@@ -146,43 +154,54 @@ class PrefectPage(Observer):
         if config.train.loss_type == "policy_loss":
             tags.append(f"algorithm:{config.train.advantage_estimator}")
         logging.getLogger("prefect.task_runs").addFilter(is_worth_a_line)
-        commits, flow_run_id = read_commits(run.store, run.keys), UUID(flow_run.id)
-        self.display.add_earlier(commits)
-        self._publish("running", commits)
+        committed, flow_run_id = read_committed(run.store, run.keys), UUID(flow_run.id)
+        self.display.add_earlier([record.commit for record in committed])
+        self._commits = {record.key: record.commit.model_copy(update={"state": {}}) for record in committed}
+        self._publish("running")
         try:
             with get_client(sync_client=True) as client:
                 # Not tags of the task runs: for each tag of a task run Prefect calls the server.
                 existing = client.read_flow_run(flow_run_id).tags
-                client.update_flow_run(flow_run_id, tags=sorted({*existing, *tags}))
+                name = f"{run.keys.run} #{len(list_starts(run.store, run.keys)) + 1}"
+                client.update_flow_run(flow_run_id, name=name, tags=sorted({*existing, *tags}))
             crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
         except HTTPError as error:
-            self.display.note(
-                f"the tags of this flow run, or states of earlier ones, were not updated ({type(error).__name__})"
-            )
+            self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+        self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
-            commits = self._commits or read_commits(self.run.store, self.run.keys)
-            self._publish(describe_progress(commits, self.run.started_at), commits)
+    def _rewrite(self) -> None:
+        """Rewrite the artifact after commits, until the end of the start."""
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            while not self._ends.wait(REWRITE_SECONDS):
+                if self._changed.is_set() and http_answers(f"{PREFECT_API_URL.value()}/health"):
+                    self._changed.clear()
+                    progress = describe_progress(list(self._commits.values()), self.run.started_at)
+                    self._publish(f"running: {progress}")
 
-    def _publish(self, progress: str, commits: list[Commit]) -> None:
-        """Create the artifact, or replace its content."""
-        run, page = self.run, self.tracking.deliveries[0].page
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._ends.set()
+        self._thread.join(REPORT_TIMEOUT)  # a later rewrite would replace the results
+        if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
+            self._publish(describe_progress(list(self._commits.values()), self.run.started_at))
+
+    def _publish(self, progress: str) -> None:
+        """Create the artifact, or replace its content and its description `progress`."""
+        run, page, commits = self.run, self.tracking.deliveries[0].page, list(self._commits.values())
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": run.store.uri}
         if self.report.written:
             links["report"] = run.store.path(run.keys.report)
             if page:
-                links["report in MLflow"] = page.replace("?", "/artifacts/report.html?")
+                links["report in MLflow"] = page.replace("/model-metrics?", "/artifacts/report.html?")
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
-        markdown = run_page(run.keys.run, progress, self.display.summary(commits), links, svg)
+        markdown = run_page(run.keys.run, self.display.summary(commits), links, svg)
         try:
             if self._id is None:
                 key = f"run-{re.sub('[^a-z0-9]+', '-', run.keys.run.lower()).strip('-')}"
-                self._id = create_markdown_artifact(markdown, key=key, description=f"Run {run.keys.run}")  # type: ignore[assignment]
+                self._id = create_markdown_artifact(markdown, key=key, description=progress)  # type: ignore[assignment]
                 return
             with get_client(sync_client=True) as client:
-                client.update_artifact(self._id, ArtifactUpdate(data=markdown))
+                client.update_artifact(self._id, ArtifactUpdate(data=markdown, description=progress))
         except HTTPError as error:
             self.display.note(f"the results could not be written to the Prefect page ({type(error).__name__}: {error})")
 
@@ -214,10 +233,10 @@ def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
     return ", ".join(parts) or "no new stage was committed"
 
 
-def run_page(title: str, progress: str, rows: Mapping[str, str], links: Mapping[str, str], svg: str | None) -> str:
-    """Return the Markdown of a run's artifact: what this start has done, the reward curve, the results of the whole run
-    and links (URLs, paths or commands)."""
-    lines = [f"# {title}", "", progress, ""]
+def run_page(title: str, rows: Mapping[str, str], links: Mapping[str, str], svg: str | None) -> str:
+    """Return the Markdown of a run's artifact: the reward curve, the results of the whole run and links (URLs, paths or
+    commands)."""
+    lines = [f"# {title}", ""]
     if svg is not None:  # Prefect's pages show images with data URIs
         lines += [f"![reward by round](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})", ""]
     marked = {name: f"[{to}]({to})" if to.startswith("http") else f"`{to}`" for name, to in links.items() if to}

@@ -96,6 +96,8 @@ class Display:
         for commit in commits:
             if commit.kind == "rollout":
                 step = steps.get(commit.index)
+                if step is None and not self._without_steps:  # this start trains it: the line of the round shows both
+                    self._rollouts[commit.index] = commit
                 self._round_lines.add({**commit.summary, **(step.summary if step else {})})
             self._add_to_curves(commit)
         self.panel.num_done = max((commit.policy_version for commit in steps.values()), default=0)
@@ -193,6 +195,13 @@ class Display:
         elif commit.kind == "eval":
             for task, reward in eval_rewards(commit).items():
                 self.panel.evaluations.setdefault(task, {})[commit.index] = reward
+
+    def result(self, commit: Commit) -> str:
+        """Return the main number of a commit that was printed or added: `reward 0.725`, `loss 1.25`, `held-out 0.5`; ""
+        if it has none."""
+        if commit.kind in ("rollout", "step") and commit.index in self.panel.curve:
+            return f"{self.panel.curve_name} {self.panel.curve[commit.index]:.3f}"
+        return ", ".join(f"{task} {reward:.3f}" for task, reward in eval_rewards(commit).items())
 
     def print_summary(self, commits: Sequence[Commit] | None = None) -> None:
         """Print the summary of `commits` (default: all commits printed so far)."""

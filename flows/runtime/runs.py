@@ -45,6 +45,7 @@ from penstock.storage.history.run_record import (
     login_name,
     read_run_record,
     read_schedule_changes,
+    read_starts,
     record_end,
     record_start,
     schedule_change_keys,
@@ -365,6 +366,12 @@ def missing_fork_checkpoint(store: Store, record: RunRecord) -> tuple[int, PostT
     return None if training_options(before) == training_options(after) else (parent.at, before)
 
 
+def format_time(at: float) -> str:
+    """Format a time in seconds since the epoch: `10:58`, or with the date if that is not today."""
+    local = time.localtime(at)
+    return time.strftime("%H:%M" if local[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", local)
+
+
 @cache
 def code_version() -> str:
     """Return the version of Penstock: the release, with the git commit if this is a checkout."""
@@ -471,6 +478,19 @@ class ActiveRun:
             colocated=colocated,
         )
         self.start = record_start(self.store, self.keys, start)
+
+    def describe_earlier_end(self) -> str:
+        """Return how and when the start before this one ended: ", killed after 10:58"; "" for the first start. Of a
+        killed start the time of its last round is known."""
+        earlier = read_starts(self.store, self.keys)[:-1]
+        if not earlier:
+            return ""
+        start, end = earlier[-1]
+        if end is not None:
+            return f", {end.outcome.lower()} at {format_time(end.at)}"
+        rounds = self.num_trained_rounds()
+        last = self.read_commit(self.keys.step_prefix(rounds - 1)).created_at if rounds else 0.0
+        return f", killed after {format_time(max(start.at, last))}"
 
     def record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
         """Record that this start has ended, by an exception of class `kind` or normally."""

@@ -210,10 +210,9 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
 
     A worker marks a flow run that it started at once; the automation covers flow runs whose worker or machine died.
     """
-    ends = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
     trigger = EventTrigger(
         after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.heartbeat", *ends},
+        expect={"prefect.flow-run.*"},  # heartbeats and states, which are named by results, for instance "reward 0.725"
         match={"prefect.resource.id": ["prefect.flow-run.*"]},
         # Only our flows: those of other packages on the same server may send heartbeats less often.
         match_related={"prefect.resource.role": "flow", "prefect.resource.name": [*flow_names(), "replay"]},

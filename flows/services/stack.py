@@ -32,12 +32,12 @@ from penstock.flows.services.deploy import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_options import tracking_uri
-from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, update_artifact_paths
+from penstock.storage.tracking.mlflow.mlflow_overview import VIEW_TAG, runs_url
+from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, VIEW, update_artifact_paths
 from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
 MLFLOW_PORT = 5000
-_VIEW = "workflowType=machine_learning"  # URL parameter: MLflow's view for model training, not for traces
 STORES = ("penstock-store", "penstock-demo/store")  # default stores of the flows and of the demo
 
 
@@ -88,7 +88,7 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         for service in (*mlflow, prefect):
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
-        mlflow_page = runs_page(mlflow_port) if mlflow else f"{database.rstrip('/')}/#/experiments?{_VIEW}"
+        mlflow_page = runs_page(mlflow_port) if mlflow else f"{database.rstrip('/')}/#/experiments?{VIEW}"
         create_automation_and_print_links(prefect_port, mlflow_page, logs)
         if mlflow:  # a run on this Prefect server then links to its MLflow page
             print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}")
@@ -137,8 +137,9 @@ def runs_page(port: int) -> str:
     server = f"http://{HOST}:{port}"
     query = f"{server}/api/2.0/mlflow/experiments/get-by-name?experiment_name={TrackedRun.experiment}"
     answer = httpx.get(with_login(query), trust_env=False)  # 404: the database does not have a run yet
-    runs = f"/{answer.json()['experiment']['experiment_id']}/runs" if answer.is_success else ""
-    return f"{server}/#/experiments{runs}"
+    experiment = answer.json()["experiment"] if answer.is_success else {}
+    has_view = VIEW_TAG in [tag["key"] for tag in experiment.get("tags", [])]
+    return f"{server}/{runs_url(experiment['experiment_id'])}" if has_view else f"{server}/#/experiments"
 
 
 def prefect_worker(port: int, logs: Path, tracking: str) -> Service:

@@ -286,8 +286,8 @@ class RolloutConfig(GenerationConfig):
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
-    """With --opd-type engine: address of a server of --engine with the teacher, such as http://10.0.0.7:30000; its model must have
-    the policy's tokenizer. Default: the run starts an engine with the model of --opd-teacher-load."""
+    """With --opd-type engine: address of a server of --engine with the teacher, such as http://10.0.0.7:30000; its
+    model must have the policy's tokenizer. Default: the run starts an engine with the model of --opd-teacher-load."""
 
     opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
     """Number of GPUs of the teacher's engine, which the run starts for --opd-type engine with --opd-teacher-load; they

@@ -90,17 +90,17 @@ class RunCosts:
         total = self.total_device_seconds
         idle = sum(stages.get(IDLE, 0.0) for stages in self.device_seconds.values())
         metrics = {
-            "cost/device_hours": total / 3600,
-            "cost/idle_ratio": idle / total if total else 0.0,
-            "cost/wall_hours": self.wall_seconds / 3600,
-            "cost/device_seconds_per_kept_sample": total / self.kept_samples if self.kept_samples else 0.0,
+            "usage/device_hours": total / 3600,
+            "usage/idle_ratio": idle / total if total else 0.0,
+            "usage/wall_hours": self.wall_seconds / 3600,
+            "usage/device_seconds_per_kept_sample": total / self.kept_samples if self.kept_samples else 0.0,
         }
         if self.joules:
             joules = sum(self.joules.values())
-            metrics["cost/energy_kwh"] = joules / 3.6e6
-            metrics["cost/joules_per_kept_sample"] = joules / self.kept_samples if self.kept_samples else 0.0
+            metrics["usage/energy_kwh"] = joules / 3.6e6
+            metrics["usage/joules_per_kept_sample"] = joules / self.kept_samples if self.kept_samples else 0.0
         if price_per_hour is not None:
-            metrics["cost/money"] = total / 3600 * price_per_hour
+            metrics["usage/money"] = total / 3600 * price_per_hour
         return metrics
 
 

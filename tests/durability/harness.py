@@ -108,8 +108,8 @@ class World:
         self._start("prefect", command, f"{address}/health", PREFECT_SERVER_ANALYTICS_ENABLED="false")
 
     def flow_states(self) -> list[str]:
-        """Return the states of all flow runs on the Prefect server, the oldest first."""
-        return [run["state_name"] for run in self.ask_prefect("flow_runs", sort="START_TIME_ASC")]
+        """Return the kinds of states of all flow runs on the Prefect server, the oldest first."""
+        return [run["state_type"].capitalize() for run in self.ask_prefect("flow_runs", sort="START_TIME_ASC")]
 
     def ask_prefect(self, kind: str, **query: Any) -> list[dict[str, Any]]:
         """Return the flow runs or task runs (`kind`) on the Prefect server that match a query."""

@@ -174,7 +174,8 @@ def fire(client: SyncPrefectClient, title: str) -> Any:
 
 
 def state(client: SyncPrefectClient, flow_run: Any) -> str:
-    return client.read_flow_run(flow_run.id).state_name or ""
+    """Its kind; the name of a final state is a result."""
+    return client.read_flow_run(flow_run.id).state_type.value.capitalize()
 
 
 # ---- who may talk to it ----------------------------------------------------------------------------------------------

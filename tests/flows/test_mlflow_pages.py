@@ -14,12 +14,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from chromium import Page, browser, installed_browser
-from test_mlflow_lineage import promote_first, send, store  # noqa: F401
+from test_mlflow_lineage import promote_first, store  # noqa: F401
 
+from penstock.flows.inspect.track import main as track
 from penstock.flows.runtime.child_process import choose_port
 from penstock.flows.services.stack import mlflow_server, runs_page
 from penstock.storage.store import Store
-from penstock.storage.web.login import page_link
+from penstock.storage.web.login import HOST, page_link
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,12 +36,13 @@ def link(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     promote_first(store, 2)
     database = Path(store.root) / "mlflow" / "mlflow.db"
     database.parent.mkdir(exist_ok=True)
-    send(store, database, "--all", "--mlflow-trace-samples", "1")
     port = choose_port("mlflow", 0, 0)
     server = mlflow_server(port, f"sqlite:///{database}", tmp_path / "logs")
     server.start()
     try:
         server.wait_ready()
+        words = ["--mlflow-trace-samples", "1", "--tracking-uri", f"http://{HOST}:{port}", "--store", store.root]
+        assert track(["--all", "--to", "mlflow", *words]) == 0
         yield page_link(runs_page(port))
     finally:
         server.stop()
@@ -90,7 +92,8 @@ def test_the_lineage_can_be_followed_from_the_printed_link(link: str, tmp_path: 
         )
         tour = Tour(page)
         page.open(link)
-        tour.expect("convert-abc")
+        tour.expect("penstock.rounds", "at a glance/1 reward")  # columns of the stored view
+        assert "convert-abc" not in page.evaluate("document.body.innerText"), "conversions are children of runs"
         tour.save("mlflow-runs")
 
         tour.follow("r", "base model: base-abc", "forks: f at round 3")
@@ -115,6 +118,9 @@ def test_the_lineage_can_be_followed_from_the_printed_link(link: str, tmp_path: 
         tour.follow("r-000004-export", "base model of run: n")
         tour.follow("n", "source of the base model: r-000004-export")
         tour.open_tab("Traces", "2 of 2")  # one for each round
+
+        tour.open_tab("Model metrics", "at a glance", "1 reward", "2 evaluation sums")
+        tour.save("mlflow-charts")
 
         page.open(f"{link.partition('/open')[0]}/#/models/math/versions/1")
         page.wait_for("document.body.innerText.includes('champion')")

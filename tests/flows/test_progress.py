@@ -55,7 +55,7 @@ def test_curve_has_a_line_for_each_series_with_a_point_for_each_value() -> None:
 
 
 def test_page_has_links_and_escapes_cell_borders() -> None:
-    page = run_page("r", "round 1", {"reward": "a|b"}, {"MLflow": "http://host/x", "report": "", "store": "/s"}, None)
+    page = run_page("r", {"reward": "a|b"}, {"MLflow": "http://host/x", "report": "", "store": "/s"}, None)
     assert "a&#124;b" in page and "[http://host/x](http://host/x)" in page and "`/s`" in page
     assert "report" not in page and "svg" not in page
 

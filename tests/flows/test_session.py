@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +49,9 @@ class ScriptedTracking:
     def enqueue_metrics(self, *_: object, **__: object) -> None:
         pass
 
+    def record_report(self, key: str, content: bytes) -> None:
+        pass
+
     def close(self, status: str, timeout: float) -> None:
         self.events.append(status)
 
@@ -66,7 +72,9 @@ class Client:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     flow_run = SimpleNamespace(ui_url=None, id=str(uuid.uuid4()))
-    world = SimpleNamespace(store=Store(str(tmp_path / "store")), tracking=ScriptedTracking(), artifacts=list[str]())
+    world = SimpleNamespace(
+        store=Store(str(tmp_path / "store")), tracking=ScriptedTracking(), artifacts=list[tuple[str, str]]()
+    )
     world.config = parse_config(["--run", "r", "--store", world.store.root, "--num-rollout", "2"])
     for module, name, value in (
         (sessions, "plan_of", lambda flow, config: resolve(flow, config, world.store)),
@@ -76,7 +84,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (sessions, "RunTracking", lambda *_: world.tracking),
         (prefect_page, "flow_run", flow_run),
         (prefect_page, "get_client", lambda **_: Client()),
-        (prefect_page, "create_markdown_artifact", lambda text, **_: world.artifacts.append(text) or uuid.uuid4()),
+        (
+            prefect_page,
+            "create_markdown_artifact",
+            lambda text, **more: world.artifacts.append((more["description"], text)) or uuid.uuid4(),
+        ),
         (prefect_page, "wait_for_api", lambda note, patience_seconds: True),
         (observers, "read_cost_metrics", lambda *_: []),
     ):
@@ -154,6 +166,94 @@ def test_observer_is_told_what_happens_in_the_order_of_the_rows(world: SimpleNam
             pass
         assert tasks.publish_results(session).message == "no new stage was committed"
     assert told == ["train 1", "0 commits", "ended by None"]
+
+
+def commit_round(world: SimpleNamespace, session: sessions.Session, r: int, *kinds: str) -> None:
+    for kind in kinds:
+        prefix = KEYS.rollout_prefix(r) if kind == "rollout" else KEYS.step_prefix(r)
+        summary = {"rollout/raw_reward": 0.5 + r / 4} if kind == "rollout" else {"train/loss": 1.0}
+        commit = Commit(
+            kind=kind, index=r, policy_version=r + (kind == "step"), summary=summary, created_at=time.time()
+        )
+        world.store.commit(prefix, commit)
+        session.report_commit(prefix, commit)
+
+
+@pytest.fixture
+def stage_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stages be reported outside of a task run. Their names and messages are in `Session.stage_messages`."""
+    monkeypatch.setattr(sessions, "task_run", SimpleNamespace(id=str(uuid.uuid4())))
+    monkeypatch.setattr(sessions, "get_run_logger", lambda: logging.getLogger("flow"))
+
+
+@pytest.mark.usefixtures("stage_states")
+def test_states_are_named_by_the_reward(world: SimpleNamespace) -> None:
+    with open_session("post_train", world.config) as session:
+        for r, kind in ((0, "rollout"), (0, "step"), (1, "rollout")):
+            commit_round(world, session, r, kind)
+            [(name, message)] = session.stage_messages.values()
+            assert name == f"reward {0.5 + r / 4:.3f}" and message
+        score = Commit(kind="eval", index=1, summary={"eval/held": 0.25, "eval/held-pass@4": 1.0})
+        session.report_commit(KEYS.eval_prefix(1, "held"), score)
+        assert [name for name, _ in session.stage_messages.values()] == ["held 0.250"]
+        session.set_stage_message("the trainer has policy version 0")
+        assert [name for name, _ in session.stage_messages.values()] == ["Completed"]
+        assert tasks.publish_results(session).name == "reward 0.500", "of the newest round that is trained"
+
+
+@pytest.mark.usefixtures("stage_states")
+def test_the_artifact_is_rewritten_while_the_run_runs(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(
+        Client, "update_artifact", lambda self, id, artifact: written.append(artifact.description), False
+    )
+    monkeypatch.setattr(prefect_page, "http_answers", lambda url: True)
+    monkeypatch.setattr(prefect_page, "REWRITE_SECONDS", 0.01)
+    with open_session("post_train", world.config) as session:
+        commit_round(world, session, 0, "rollout", "step")
+        deadline = time.monotonic() + 60
+        while not written:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [name for name, _ in world.artifacts] == ["running"] and written[0].startswith("running: round 0, ")
+    assert written[-1] == "round 0, reward 0.500"
+
+
+@pytest.mark.usefixtures("stage_states")
+def test_a_flow_run_is_named_by_run_and_number_of_its_start(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(Client, "update_flow_run", lambda self, id, *, name, tags: names.append(name), False)
+    for _ in range(2):
+        with open_session("post_train", world.config):
+            pass
+    assert names == ["r #1", "r #2"]
+
+
+@pytest.mark.usefixtures("stage_states")
+@pytest.mark.parametrize(("killed", "how"), [(True, "killed after"), (False, "failed at")])
+def test_a_resumed_run_says_how_many_rounds_it_has_and_how_it_ended(
+    world: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    killed: bool,
+    how: str,
+) -> None:
+    with pytest.raises(RuntimeError), open_session("post_train", world.config) as session:
+        commit_round(world, session, 0, "rollout", "step")
+        commit_round(world, session, 1, "rollout")
+        raise RuntimeError("why")
+    if killed:
+        world.store.delete([f"{KEYS.prefix}/starts/000000.end.json"])
+    capsys.readouterr()
+    with caplog.at_level(logging.INFO), open_session("post_train", world.config) as session:
+        assert list(session.remaining_rounds()) == [0, 1]
+        expected = rf"resuming: 1 of 2 rounds are committed, {how} \d\d:\d\d"
+        assert re.search(expected, caplog.text) and re.search(expected, capsys.readouterr().out)
+        commit_round(world, session, 1, "step")
+        assert "round 1 (2/2)  reward 0.750" in capsys.readouterr().out, "its rollout is of the earlier start"
 
 
 @pytest.mark.parametrize(

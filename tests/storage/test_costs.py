@@ -74,7 +74,7 @@ def test_costs_of_two_starts(store: Store) -> None:
     for devices, stages in costs.device_seconds.items():
         assert sum(stages.values()) == pytest.approx(costs.num_devices[devices] * costs.wall_seconds)
     assert costs.checkpoints == {2: 2 * 20 + 4 * 30 + 2 * 5}
-    assert costs.metrics(3.6)["cost/money"] == pytest.approx(0.001 * costs.total_device_seconds)
+    assert costs.metrics(3.6)["usage/money"] == pytest.approx(0.001 * costs.total_device_seconds)
     assert costs.rounds[0].dropped_groups == 3
 
 
@@ -102,7 +102,7 @@ def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[
     assert "r in " in text and "80.0 s in 2 starts" in text and "2 x trainer" in text and "4 x engines" in text
     assert f"{0.01 * (160 + 320):,.2f}" in text and "checkpoint 2" in text
     assert main(["cost", "r", "--price", "36", "--json", "--store", store.root]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["cost/money"] == pytest.approx(0.01 * (160 + 320))
+    assert json.loads(capsys.readouterr().out)["metrics"]["usage/money"] == pytest.approx(0.01 * (160 + 320))
     assert main(["cost", "r", "--price", "-1", "--store", store.root]) == 2
 
 
@@ -133,7 +133,7 @@ def test_energy_is_summed_by_stage_and_the_rest_of_a_start_is_idle(tmp_path: Pat
     assert costs.joules == {"rollout": 2000, "training": 4000, "checkpoint": 100, IDLE: 900}
     assert costs.rounds[1].joules == {"rollout": 1000, "training": 2000}
     assert costs.checkpoint_joules == {2: 6100}
-    assert costs.metrics()["cost/energy_kwh"] == pytest.approx(7000 / 3.6e6)
+    assert costs.metrics()["usage/energy_kwh"] == pytest.approx(7000 / 3.6e6)
 
 
 def test_energy_that_no_device_tells_is_absent(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

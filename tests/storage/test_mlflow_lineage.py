@@ -214,8 +214,8 @@ def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: 
         "penstock.flow_run": url,
     }
     assert {name: run.data.tags[name] for name in expected} == expected
-    assert "`penstock lineage r`" in run.data.tags["mlflow.note.content"]
-    assert f"Prefect flow runs: [start 0]({url})" in run.data.tags["mlflow.note.content"]
+    assert "`penstock lineage r --store " in run.data.tags["mlflow.note.content"]
+    assert f"Prefect flow runs: [start 1]({url})" in run.data.tags["mlflow.note.content"]
 
 
 def test_train_run_has_the_metrics_and_parameters_of_its_rounds(store: Store, database: Path) -> None:
@@ -259,8 +259,9 @@ def test_traces_of_a_round_are_logged_once_and_linked(store: Store, database: Pa
         assert trace.info.tags["penstock.shards"] == f"r/rollout/{round:06d}"
         model = shown.model_ids[trace.info.trace_metadata["mlflow.modelId"]]
         assert model == ("models/abc.commit.json" if round < 2 else "runs/r/checkpoints/000002.commit.json")
-        assert [span.name for span in trace.data.spans] == ["sample", "reward"]  # these samples have no tokens
-        assert trace.data.spans[1].outputs == {"reward": 0.25}
+        assert [span.name for span in trace.data.spans] == ["sample"]  # these samples have no tokens
+        assert {a.name: a.feedback.value for a in trace.info.assessments if a.feedback} == {"reward": 0.25}
+        assert trace.info.execution_duration is None  # of a sample it is not measured
     assert len(traces_of(send(store, database, "f", "--mlflow-trace-samples", "2"))) == 4 * 2 + 2 * 2
 
 

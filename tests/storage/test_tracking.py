@@ -214,7 +214,7 @@ def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     assert tracker.close(timeout=0.2) == len(commits()) + 2  # with start and end
     tracker.deliveries[0].thread.join()  # it holds the lock of delivery until its client's time is up
     track(tmp_path / "out", database, commits())
-    assert counts(database)["metrics"] == 32
+    assert counts(database)["metrics"] == 42
 
 
 def test_an_unreachable_server_is_logged_in_one_line(

@@ -94,12 +94,13 @@ def update_artifact_paths(database: Path, experiment: str) -> bool:
 
 
 # ---- links between pages ---------------------------------------------------------------------------------------------
-# Each link is a tag of the object, and the object's description, which MLflow shows as Markdown, lists them. Text above
-# the links is kept.
+# Each link is a tag of the object, and the object's description, which MLflow shows as Markdown, lists them, for a run
+# below its results. Text above results and links is the user's, and kept.
 
 _NOTE = "mlflow.note.content"  # tag of the description
 _TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
 _HEADING = "#### Links"
+RESULTS = "**Results:**"  # beginning of a run's results
 _MAX_LINKS = 25  # of one role in the description, the newest by title; fewer if the description would be too long
 _MAX_TEXT = 8000  # characters of a description; MLflow cuts longer ones of runs
 
@@ -112,13 +113,15 @@ class Link(NamedTuple):
     url: str
 
 
-def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = None) -> dict[str, str]:
-    """Return the tags to set so that an object with the tags `tags` has more links; {} if it has all of them. `text` is
-    the description above the links, if the object does not have one."""
+def link_tags(tags: Mapping[str, str], links: list[Link], results: str | None = None) -> dict[str, str]:
+    """Return the tags to set so that an object with the tags `tags` has more links; {} if it has all of them.
+    `results`, which begins with RESULTS, replaces what the description says from there to the links."""
     new = {replace_forbidden_characters(f"{_TAG}{link.role}/{link.title}")[:250]: link.url for link in links}
-    kept = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
+    text = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
+    if results is not None:
+        text = "\n\n".join(part for part in (text.partition(RESULTS)[0].strip(), results) if part)
     all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
-    description = describe_links(kept or text or "", all_links)
+    description = describe_links(text, all_links)
     changed = {name: url for name, url in new.items() if tags.get(name) != url}
     if description != tags.get(_NOTE, ""):
         changed[_NOTE] = description
@@ -146,6 +149,7 @@ def describe_links(text: str, links: Mapping[str, str]) -> str:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 VIEW = "workflowType=machine_learning"  # MLflow's view "Model training"; its default is for traces of applications
+CHARTS = "/model-metrics"  # tab of a run's page
 
 
 class MlflowRuns:
@@ -209,11 +213,11 @@ class MlflowRuns:
         """Return the URL of a page, relative to the server: of a run (kind "runs") or model ("models")."""
         return f"#/experiments/{self.experiment_id}/{kind}/{id}{path}?{VIEW}"
 
-    def add_links(self, run_id: str, links: list[Link], text: str | None = None) -> None:
-        """Add links to the page of an MLflow run, and `text` to its description if it does not have one."""
+    def add_links(self, run_id: str, links: list[Link], results: str | None = None) -> None:
+        """Add links to the page of an MLflow run, and set the results in its description (`link_tags`)."""
         from mlflow.entities import RunTag
 
-        tags = link_tags(self.client.get_run(run_id).data.tags, links, text)
+        tags = link_tags(self.client.get_run(run_id).data.tags, links, results)
         if tags:
             self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 

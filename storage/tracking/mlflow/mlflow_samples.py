@@ -3,9 +3,9 @@
 A data set (a prompt file, the shards of a rollout, the samples of an evaluation) has a content digest, its number of
 rows, its schema and the policy version; a preview is a table among the artifacts of the MLflow run that uses it.
 
-A trace shows turns of the model, results of tools, and the parts of the reward. Its id is derived from the sample, so a
-trace that is logged again replaces itself. Samples have no times of their own: the turns divide the time in which the
-round was generated in proportion to their tokens.
+A trace shows turns of the model and results of tools; the reward and its parts are assessments of the trace, which
+MLflow shows as columns and can search. The ids of both are derived from the sample, so a trace that is logged again
+replaces itself. The time of a single sample is not measured, so its spans have the time of the round and no duration.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow.entities import (
+    Assessment,
+    AssessmentSource,
+    AssessmentSourceType,
     Dataset,
     DatasetInput,
+    Expectation,
+    Feedback,
     InputTag,
     Span,
     TraceInfo,
@@ -40,6 +45,7 @@ from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_runs import MlflowRuns, replace_forbidden_characters
+from penstock.storage.web.login import with_login
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -143,7 +149,7 @@ class MlflowTraces:
     """Logs a sample of each round as traces."""
 
     def __init__(self, runs: MlflowRuns) -> None:
-        self.client = TracingClient(runs.uri)
+        self.client = TracingClient(with_login(runs.uri))
         self.runs = runs
 
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
@@ -158,26 +164,29 @@ class MlflowTraces:
         links = {"mlflow.sourceRun": main_run} | ({"mlflow.modelId": model.model_id} if model else {})
         tags = {"penstock.round": str(commit.index), "penstock.shards": shards}
         spans: list[Span] = []
+        traces: list[TraceInfo] = []
         for row in read_first_samples(run.store, commit, run.num_traces):
             id = hashlib.sha256(f"{commit.attempt}/{row['sample_id']}".encode()).digest()[:16]
-            parts = split_sample(row, commit, self._decode)
-            failed = row["status"] == Status.FAILED
+            failed, at = row["status"] == Status.FAILED, commit.created_at
             trace = TraceInfo(
                 f"tr-{id.hex()}",
                 TraceLocation.from_experiment_id(self.runs.experiment_id),
-                request_time=int(parts[0].start * 1000),
+                request_time=int(at * 1000),
                 state=TraceState.ERROR if failed else TraceState.OK,
                 request_preview=row["prompt"][:_MAX_PREVIEW],
                 response_preview=row["response"][:_MAX_PREVIEW],
                 client_request_id=row["sample_id"],
-                execution_duration=int((parts[0].end - parts[0].start) * 1000),
                 trace_metadata=links,
-                tags={"mlflow.traceName": f"{run.name}/{row['sample_id']}", **tags, "reward": str(row["reward"])},
+                tags={"mlflow.traceName": f"{run.name}/{row['sample_id']}", **tags},
+                assessments=assess(row, id, at),
             )
-            self.client.start_trace(trace)
-            spans += [to_span(id, number, part, failed) for number, part in enumerate(parts)]
+            traces.append(trace)
+            parts = split_sample(row, self._decode)
+            spans += [to_span(id, number, part, at=at, failed=failed) for number, part in enumerate(parts)]
         if spans:
             self.client.log_spans(self.runs.experiment_id, spans)
+        for trace in traces:  # after the spans, from which MLflow would compute a duration
+            self.client.start_trace(trace)
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of tokens, or None if the store does not have the tokenizer of the run's base model."""
@@ -224,42 +233,47 @@ class SamplePart:
 
     name: str
     type: str  # MLflow's span type
-    start: float  # seconds since the epoch, as `end`
-    end: float
     inputs: Any
     outputs: Any
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str | None]) -> list[SamplePart]:
-    """Return the parts of a sample: the sample itself, then its turns, tool results and reward."""
-    end = commit.created_at - commit.seconds.get("write", 0.0)
-    generated = end - commit.seconds.get("reward", 0.0)
-    start = generated - commit.seconds.get("generate", 0.0)
+def split_sample(row: Row, decode: Callable[[Sequence[int]], str | None]) -> list[SamplePart]:
+    """Return the parts of a sample: the sample itself, then its turns and tool results."""
     num_prompt = row["loss_mask"].index(1) if 1 in row["loss_mask"] else len(row["token_ids"])
-    num_tokens = len(row["token_ids"]) - num_prompt
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
-    parts = [SamplePart("sample", "AGENT", start, end, row["prompt"], row["response"], attributes)]
+    parts = [SamplePart("sample", "AGENT", row["prompt"], row["response"], attributes)]
     segments = [(trained == 1, len(list(group))) for trained, group in groupby(row["loss_mask"][num_prompt:])]
-    previous, num_turns, last = row["prompt"], 0, 0
+    previous, num_turns, last = row["prompt"], 0, num_prompt
     for is_reply, length in segments:
         first, last = last, last + length
-        tokens = row["token_ids"][num_prompt + first : num_prompt + last]
-        text = row["response"] if len(segments) == 1 else decode(tokens)
+        text = row["response"] if len(segments) == 1 else decode(row["token_ids"][first:last])
         num_turns += is_reply
         name, type = (f"turn {num_turns}", "LLM") if is_reply else ("tool or environment", "TOOL")
-        begin, stop = (start + (generated - start) * position / num_tokens for position in (first, last))
         attributes = {"num_tokens": length}
         if is_reply and (calls := tool_calls(text or "")):
             attributes["tool_calls"] = calls
-        parts.append(SamplePart(name, type, begin, stop, previous, text, attributes))
+        parts.append(SamplePart(name, type, previous, text, attributes))
         previous = text
-    if row["reward"] is not None:
-        reward = {"reward": row["reward"], **dict(row["rewards"] or [])}
-        inputs = {"response": row["response"], "label": row["label"]}
-        parts.append(SamplePart("reward", "EVALUATOR", generated, end, inputs, reward))
     return parts
+
+
+def assess(row: Row, trace: bytes, at: float) -> list[Assessment]:
+    """Return the assessments of the trace with the id `trace` (16 bytes): the sample's reward and its parts, at the
+    time `at` (seconds since the epoch), and the label, which is the expected response."""
+    grader, time = AssessmentSource(AssessmentSourceType.CODE, "penstock"), int(at * 1000)
+    rewards = {} if row["reward"] is None else {"reward": row["reward"], **dict(row["rewards"] or [])}
+    found: list[Assessment] = [
+        Feedback(name, value, source=grader, create_time_ms=time, last_update_time_ms=time)
+        for name, value in rewards.items()
+    ]
+    if row["label"]:
+        label = _shorten(row["label"], _MAX_PREVIEW)
+        found.append(Expectation("expected_response", label, grader, create_time_ms=time, last_update_time_ms=time))
+    for assessment in found:
+        assessment.assessment_id = "a-" + hashlib.sha256(trace + assessment.name.encode()).hexdigest()[:32]
+    return found
 
 
 def tool_calls(text: str) -> list[Any]:
@@ -272,8 +286,9 @@ def tool_calls(text: str) -> list[Any]:
     return calls
 
 
-def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
-    """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root."""
+def to_span(trace: bytes, number: int, part: SamplePart, *, at: float, failed: bool) -> Span:
+    """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root. It
+    begins and ends at the time `at` (seconds since the epoch)."""
     attributes = {
         "mlflow.traceRequestId": f"tr-{trace.hex()}",
         "mlflow.spanType": part.type,
@@ -286,8 +301,8 @@ def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
         "span_id": _span_id(trace, number),
         "parent_span_id": _span_id(trace, 0) if number else None,
         "name": part.name,
-        "start_time_unix_nano": int(part.start * 1e9),
-        "end_time_unix_nano": int(part.end * 1e9),
+        "start_time_unix_nano": int(at * 1e9) + number,  # MLflow orders the spans by it
+        "end_time_unix_nano": int(at * 1e9) + number,
         "status": {"code": "STATUS_CODE_ERROR" if failed else "STATUS_CODE_OK", "message": ""},
         "attributes": {name: json.dumps(value, ensure_ascii=False) for name, value in attributes.items()},
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,7 +32,16 @@ from penstock.storage.commit import (
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.secrets import redact_url
 from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
+from penstock.storage.tracking.mlflow.mlflow_overview import (
+    ROUNDS,
+    SECTION,
+    describe_results,
+    overview_points,
+    runs_url,
+    store_view,
+)
 from penstock.storage.tracking.mlflow.mlflow_runs import (
+    CHARTS,
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
@@ -105,12 +115,10 @@ class RunPage:
         self.client.log_batch(main_run, tags=[RunTag(name, value) for name, value in tags.items() if value])
         links = [
             Link("Prefect flow runs", f"start {number}", start.flow_run)
-            for number, start in enumerate(starts)
+            for number, start in enumerate(starts, 1)
             if start.flow_run.startswith("http")
         ]
-        command = f"`penstock {record.flow}` with Penstock {record.code_version}"
-        text = f"{command}, store `{run.store_uri}`; more: `penstock lineage {run.name}`, `penstock report {run.name}`"
-        self.runs.add_links(main_run, links, text)
+        self.runs.add_links(main_run, links)
         if (parent := record.parent) and (other := read_run_record(run.store, RunKeys(parent.run))):
             self.client.set_tag(main_run, _PARENT, other.id)
             if found := self.runs.find_part("", replace(run, name=parent.run, run_id=other.id)):
@@ -119,6 +127,18 @@ class RunPage:
             name = fork.data.tags["penstock.run"]
             if (of_fork := read_run_record(run.store, RunKeys(name))) and of_fork.parent:
                 self._link_fork(main_run, run.name, fork.info.run_id, name, of_fork.parent.at)
+
+    def describe(self, main_run: str, commits: RunCommits) -> None:
+        """Let the description of the run begin with its results and the pages to look at, and tag the run with the
+        number of its rounds."""
+        pages = {"charts": CHARTS, "samples": "/traces", "files": "/artifacts"}
+        links = [f"[{title}]({self.runs.url('runs', main_run, tab)})" for title, tab in pages.items()]
+        links.append(f"[all runs]({runs_url(self.runs.experiment_id)})")
+        name, store = self.runs.run.name, shlex.quote(self.runs.run.store_uri)
+        commands = f"`penstock show {name} --store {store}`, `penstock lineage {name} --store {store}`"
+        text = f"{describe_results(commits)}\n\n{', '.join(links)}\n\nIn a terminal: {commands}"
+        self.runs.add_links(main_run, [], text)
+        self.client.set_tag(main_run, ROUNDS, str(len(commits.commits["step"])))
 
     def _link_fork(self, parent_run: str, parent: str, fork_run: str, fork: str, at: int) -> None:
         """Link the MLflow runs of a fork from round `at` and of its parent."""
@@ -145,7 +165,7 @@ class RunPage:
 
     def _log_origin(self, main_run: str, role: str, key: str, commit: Commit) -> None:
         """Log a converted model as an input of the run, with its conversion."""
-        model, sources = self._log_conversion(key, commit)
+        model, sources = self._log_conversion(main_run, key, commit)
         if role == "base":
             self.base_model = model
         self.client.log_inputs(main_run, models=[LoggedModelInput(model.model_id)])
@@ -155,13 +175,13 @@ class RunPage:
         links = [self.models.link(f"source of the {role} model", source) for source in sources]
         self.runs.add_links(main_run, [self.models.link(f"{role} model", model), *links])
 
-    def _log_conversion(self, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
-        """Log the conversion of a source model as an MLflow run, which all runs with the same model share. Return the
-        converted model and its sources: a directory, or the export or a checkpoint of another run, or both if the
-        directory is a copy."""
+    def _log_conversion(self, main_run: str, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
+        """Log the conversion of a source model as an MLflow run, which all runs with the same model share; it is a
+        child of the first of them. Return the converted model and its sources: a directory, or the export or a
+        checkpoint of another run, or both if the directory is a copy."""
         attempt = commit.attempt or key
         name = f"convert-{short_fingerprint(key)}"
-        tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri}
+        tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri, "mlflow.parentRunId": main_run}
         run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, int(commit.started_at * 1000), tags)
         model = self.models.of_commit(key, commit, run_id)
         self.models.log_output(run_id, model)
@@ -201,13 +221,14 @@ class MlflowTracker(Tracker):
         self.traces = MlflowTraces(self.runs)
         self._previews: dict[str, Rows] = {}  # prompt file -> its first rows
         self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
+        self._in_view: set[str] = set()  # metrics for which the stored view has columns
 
     @property
     def page(self) -> str | None:
         """Return the URL of the run's page, or None if MLflow is a database without a server."""
         if not self.uri.startswith("http") or self.runs.main_run_id is None:
             return None
-        return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id)}"
+        return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id, CHARTS)}"
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records to MLflow in the given order. Metrics and data sets of the main run are collected into few
@@ -224,11 +245,16 @@ class MlflowTracker(Tracker):
                     inputs += self._log_commit(main_run, record.key, record.commit, commits)
                 case ReportWritten() if self.run.store and (content := self.run.store.read(record.store_key)):
                     self.client.log_text(main_run, content.decode(), "report.html")
-            points += to_mlflow(metric_points(record))
+            points += to_mlflow([*overview_points(record, commits), *metric_points(record)])
         for chunk in chunks(points, MAX_METRICS):
             self.client.log_batch(main_run, metrics=chunk)
         for datasets in chunks(inputs, MAX_DATASETS):
             self.client.log_inputs(main_run, datasets=datasets)
+        if any(isinstance(record, Committed) for record in records):
+            self.run_page.describe(main_run, commits)
+        if new := {point.key for point in points if point.key.startswith(f"{SECTION}/")} - self._in_view:
+            store_view(self.client, self.runs.experiment_id, new)
+            self._in_view |= new
         ends = [record for record in records if isinstance(record, RunEnded)]
         changed = any(isinstance(record, Committed) and record.commit.kind in _CURVE_KINDS for record in records)
         if (changed or ends) and (figure := reward_curve(self.run.name, commits)):
