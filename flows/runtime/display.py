@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,6 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.flows.config import Flow
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.runtime import environment
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
@@ -31,7 +31,7 @@ from penstock.flows.terminal.lines import (
     summary_rows,
 )
 from penstock.flows.terminal.panel import STAGES, Panel, end_wait
-from penstock.storage.commit import Commit, eval_rewards
+from penstock.storage.commit import Commit
 from penstock.storage.secrets import redact
 from penstock.storage.web.login import live_link
 
@@ -56,7 +56,6 @@ class Display:
         # Without a TTY rich would break lines at 80 columns; the line of a round must stay one line for grep.
         self.console = console or TerminalConsole(file=sys.stdout, soft_wrap=True, highlight=False)
         self.run = run
-        self.flow = Flow(flow)
         self.model = str(config.convert.hf_checkpoint)
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
@@ -96,7 +95,7 @@ class Display:
             if commit.kind == "rollout":
                 step = steps.get(commit.index)
                 self._round_lines.add({**commit.summary, **(step.summary if step else {})})
-            self._add_to_curves(commit)
+            self.panel.add_to_curves(commit)
         self.panel.num_done = max((commit.policy_version for commit in steps.values()), default=0)
 
     def note(self, text: str) -> None:
@@ -106,10 +105,12 @@ class Display:
 
     def forward(self, text: str) -> None:
         """Print a message that does not show that a stage has moved, secrets redacted."""
+        self.panel.messages["info"].append((time.time(), redact(text)))
         self._print(Text(redact(text) if self._json else f"· {redact(text)}", style="dim"))
 
     def warn(self, text: str) -> None:
         """Print a warning in bold red."""
+        self.panel.messages["warning"].append((time.time(), redact(text)))
         self._print(Text(text if self._json else f"WARNING: {text}", style="bold red"), level="warning")
 
     @contextmanager
@@ -162,7 +163,7 @@ class Display:
         are no steps (--debug-rollout-only)."""
         self.on_progress()
         self._commits.append(commit.model_copy(update={"state": {}}))  # without the sample previews, which are large
-        self._add_to_curves(commit)
+        self.panel.add_to_curves(commit)
         if commit.kind == "rollout":
             self.panel.samples = format_sample_preview(commit, min(self.console.width - 1, MAX_COLUMNS))
         if commit.kind == "rollout" and not self._without_steps:
@@ -180,18 +181,6 @@ class Display:
             line = Text(EVENT_LINES[commit.kind](commit))
         self._print(line)
         return line.plain
-
-    def _add_to_curves(self, commit: Commit) -> None:
-        """Add a commit's reward or, in a run without rewards, its loss to the curves of the panel."""
-        curve = self.panel.curve
-        if commit.kind == "rollout" and "rollout/raw_reward" in commit.summary:
-            curve[commit.index] = commit.summary["rollout/raw_reward"]
-        elif commit.kind == "step" and self.flow.has_demonstrations and "train/loss" in commit.summary:
-            self.panel.curve_name = "loss"
-            curve[commit.index] = commit.summary["train/loss"]
-        elif commit.kind == "eval":
-            for task, reward in eval_rewards(commit).items():
-                self.panel.evaluations.setdefault(task, {})[commit.index] = reward
 
     def print_summary(self, commits: Sequence[Commit] | None = None) -> None:
         """Print the summary of `commits` (default: all commits printed so far)."""
