@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
     source, folder = tmp_path_factory.mktemp("wheel") / "source", tmp_path_factory.mktemp("built")
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("penstock", *PACKAGES, "configs"):
+    for name in ("penstock", *PACKAGES, "configs", "third_party"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
