@@ -10,8 +10,9 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -39,7 +40,8 @@ ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class Display:
-    """The terminal output of one flow run. The header is printed at once."""
+    """The terminal output of one flow run. The header is printed at once, with `pages`: the links "watch" and
+    "prefect"."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class Display:
         config: Any,
         store_uri: str,
         tracking_uri: str = "",
-        prefect_page: str = "",
+        pages: Mapping[str, str] = MappingProxyType({}),
         *,
         console: Console | None = None,
     ) -> None:
@@ -73,13 +75,14 @@ class Display:
         self._region: LiveRegion | None = None
         data = config.rollout.prompt_data
         header = {
+            "watch": pages.get("watch", ""),  # first: a link that works from now on
             "run": f"{run}  ({flow})",
             "model": self.model,
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
             "store": store_uri,
             "mlflow": live_link(redact(tracking_uri)),
-            "prefect": prefect_page,
+            "prefect": pages.get("prefect", ""),
         }
         self._print_rows({title: str(value) for title, value in header.items() if value})
         if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():

@@ -85,9 +85,9 @@ class Panel:
         }
         self.ended_activities: deque[Activity] = deque(maxlen=MAX_ENDED)
         self.activities: list[Activity] = []
-        self._finished: set[str] = set()  # stages that this start has finished
-        self._started_at = time.monotonic()
-        self._round_ends = [self._started_at]
+        self.finished: set[str] = set()  # stages that this start has finished
+        self.started_at = time.monotonic()
+        self._round_ends = [self.started_at]
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Panel:
         self.activities.append(activity)
         try:
             yield activity
-            self._finished.add(stage)
+            self.finished.add(stage)
             activity.ended_at = time.monotonic()
             self.ended_activities.append(activity)
         finally:
@@ -115,10 +115,10 @@ class Panel:
             for task, reward in eval_rewards(commit).items():
                 self.evaluations.setdefault(task, {})[commit.index] = reward
 
-    def finish_round(self, rollout_id: int) -> None:
-        """Count a round that this start has trained."""
+    def finish_round(self, rollout_id: int, at: float | None = None) -> None:
+        """Count a round that this start has trained: now, or at a time of the monotonic clock."""
         self.num_done = max(self.num_done, rollout_id + 1)
-        self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic()]
+        self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic() if at is None else at]
 
     def seconds_left(self) -> float | None:
         """Return the estimated time until the last round is trained; None before the second round of this start."""
@@ -137,7 +137,7 @@ class Panel:
         required = [self._title(width), *self._activity_rows(width)]
         active = {activity.stage for activity in list(self.activities)}
         stages = [
-            Text(name, "bold reverse" if name in active else "green" if name in self._finished else "dim")
+            Text(name, "bold reverse" if name in active else "green" if name in self.finished else "dim")
             for name in STAGE_BARS.get(self.flow, ())
         ]
         machine = {
@@ -167,11 +167,11 @@ class Panel:
         """Return one line: what happens now, and for how long."""
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
-        elapsed = format_duration(now - self._started_at)
+        elapsed = format_duration(now - self.started_at)
         return Text.assemble((f"{frame} ", "cyan"), self.phase or otherwise, (f"  {elapsed}", "dim"))
 
     def _title(self, width: int) -> Text:
-        elapsed = format_duration(time.monotonic() - self._started_at)
+        elapsed = format_duration(time.monotonic() - self.started_at)
         if not self.num_rounds:
             return Text.assemble((self.run, "bold"), f"  {elapsed}")
         left = self.seconds_left()

@@ -160,6 +160,12 @@ class RunPage {
       element("div", { className: "facts" }, ...facts.map(([name, value]) => element("div", { className: "fact" }, element("b", {}, value), element("span", {}, name)))));
   }
 
+  // What runs now: of a stage with a known number of steps only that part, which says more.
+  activities() {
+    const all = this.answer.status ? this.answer.status.activities : [];
+    return all.filter((one) => one.total !== null || !all.some((other) => other.total !== null && other.stage === one.stage));
+  }
+
   showNow() {
     const { state, status, header, num_loading } = this.answer;
     const now = this.serverTime();
@@ -176,7 +182,7 @@ class RunPage {
       lines.push("penstock resume " + header.run + " continues after " + header.num_rounds + " rounds.");
     }
     if (num_loading) lines.push("Reading " + integerFormat.format(num_loading) + " more commits \u2026");
-    const rows = status ? status.activities.filter((one) => one.total !== null || !status.activities.some((other) => other.total !== null && other.stage === one.stage)) : [];
+    const rows = this.activities();
     const activities = rows.map((one) => element("div", { className: "activity" },
       element("b", {}, one.title), element("span", { className: "soft" }, "for " + ago(now - one.since)),
       ...(one.total ? [element("progress", { max: one.total, value: one.done }), element("span", { className: "soft" },
@@ -234,11 +240,12 @@ class RunPage {
       bars.push(bar(lane, name, index, start, end, phase + (index === null ? "" : " version " + index)));
     }
     const now = this.serverTime();
-    for (const { title, stage, since } of status ? status.activities : []) {
+    for (const { title, stage, since } of this.activities()) {
       const [lane, phase] = PHASES[stage] || ["driver", stage];
       bars.push({ ...bar(lane, phase, null, since, now, title + " (running)"), pale: true });
     }
-    const first = Math.min(...stages.filter(({ kind }) => kind === "rollout" || kind === "step").map(({ start }) => start), status ? now - 60 : Infinity);
+    const rounds = stages.filter(({ kind }) => kind === "rollout" || kind === "step").map(({ start }) => start);
+    const first = rounds.length ? Math.min(...rounds) : -Infinity;
     return bars.filter((one) => one.end >= first).sort((a, b) => a.start - b.start);
   }
 
