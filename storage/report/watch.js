@@ -50,8 +50,10 @@ function poll(step) {
     clearTimeout(timer);
     if (document.hidden) return;
     let pause = POLL_MS;
+    const start = performance.now();
     try {
       pause = await step();
+      performance.measure("refresh", { start }); // for benchmarks/live_page.py
       banner.hidden = true;
     } catch (error) {
       banner.hidden = false;

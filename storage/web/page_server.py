@@ -89,6 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "penstock", ""
     protocol_version = "HTTP/1.1"
     timeout = REQUEST_SECONDS
+    disable_nagle_algorithm = True  # the body would wait 40 ms for the acknowledgement of the headers
 
     def do_GET(self) -> None:
         self._answer()
