@@ -301,4 +301,8 @@ def describe_port_authentication(command: list[str], environment: dict[str, str]
     for mark, protection, variable in PROTECTIONS:
         if mark in " ".join(command):
             return protection if variable is None or environment.get(variable) else ""
-    return "Ray token, session keys, the token of a link; none on --prometheus-port" if is_penstock_command(command) else ""
+    return (
+        "Ray token, session keys, the token of a link; none on --prometheus-port"
+        if is_penstock_command(command)
+        else ""
+    )

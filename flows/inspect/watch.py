@@ -257,9 +257,8 @@ class RemotePanel:
             for each in (shown.activities if shown else ())
         ]
         panel.phase = (shown.phase if shown else "") or ("no new status" if self.state.kind == "silent" else "")
-        panel.machine = {
-            name: v for name, v in (shown.machine[-1] if shown and shown.machine else {}).items() if name != "at"
-        }
+        newest = {name: values[-1] for name, values in (shown.machine if shown else {}).items() if name != "at"}
+        panel.machine = {name: value for name, value in newest.items() if value is not None}
         panel.engines = lambda: shown.engines if shown else ""
 
     def _add(self, commit: Commit, at: float) -> None:

@@ -7,6 +7,7 @@ import platform
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 from penstock.engines.training import MemorySwitch
@@ -23,9 +24,11 @@ from penstock.storage.history.run_status import (
     StatusPhase,
 )
 
+FIRST_WRITE_SECONDS = 2.5  # the start of the run is recorded by then, and the CPU measured for a second time
 MAX_PHASES = 40
 MACHINE_SAMPLES = 60  # five minutes
 MAX_TEXT = 400  # characters of a message
+MACHINE_METRICS = ("utilization_percentage", "memory_usage_megabytes")  # ends of their names
 LAST_WRITE_SECONDS = 5.0  # to wait for the last write at the end of a run
 LANES: dict[str, Lane] = {"restore": "trainer"}  # stage without a commit -> its lane, if not "driver"
 
@@ -69,7 +72,8 @@ class StatusWriter(Observer):
         panel, now = self.display.panel, time.time()
         offset = now - time.monotonic()
         if panel.machine:
-            self._machine.append({"at": round(now, 1), **{name: round(v, 1) for name, v in panel.machine.items()}})
+            shown = {name: value for name, value in panel.machine.items() if name.endswith(MACHINE_METRICS)}
+            self._machine.append({"at": now, **shown})
         activities = [
             StatusActivity(
                 title=a.title[:MAX_TEXT], stage=a.stage, since=a.started_at + offset, done=a.done, total=a.total
@@ -98,12 +102,12 @@ class StatusWriter(Observer):
             phases=sorted([*ended, *list(self._phases)], key=lambda phase: phase.start),
             engines=panel.engines()[:MAX_TEXT],
             queue=self._queue,
-            machine=list(self._machine),
+            machine=columns_of(self._machine),
             messages=sorted(messages, key=lambda message: message.at),
         )
 
     def _write_until_end(self) -> None:
-        wait = 1.0  # the start of the run is not recorded yet
+        wait = FIRST_WRITE_SECONDS
         while not self._stop.wait(wait):
             self._write()
             wait = STATUS_SECONDS
@@ -119,3 +123,10 @@ class StatusWriter(Observer):
                     f"the status of the run is not written ({type(error).__name__}: {str(error)[:200]}); retrying, "
                     "`penstock watch` shows only its commits until then"
                 )
+
+
+def columns_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    """Return rows of numbers, rounded to one decimal, by column, so that names are written once."""
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [round(row[name], 1) if name in row else None for row in rows] for name in names}

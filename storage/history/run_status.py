@@ -67,7 +67,7 @@ class RunStatus(Frozen):
     phases: list[StatusPhase] = Field(default_factory=list)
     engines: Text = ""  # how many have started, and the policy version that they serve
     queue: dict[str, float] = Field(default_factory=dict)  # newest metrics of the queue between engines and trainer
-    machine: list[dict[str, float]] = Field(default_factory=list)  # samples of `system/...` metrics, with their time
+    machine: dict[str, list[float | None]] = Field(default_factory=dict)  # newest values of `system/...`, times as `at`
     messages: list[StatusMessage] = Field(default_factory=list)
 
 

@@ -178,7 +178,7 @@ function drawBars(u, shown, count) {
   for (const { start, end } of shown.areas) ctx.fillRect(px(start), bbox.top, px(end) - px(start), bbox.height);
   const covered = {};
   ctx.font = 10 * ratio + "px system-ui, sans-serif";
-  ctx.textBaseline = "middle";
+  [ctx.textBaseline, ctx.textAlign] = ["middle", "left"];
   shown.boxes = shown.bars.map((bar, k) => {
     const top = u.valToPos(count - bar.lane, "y", true) + 3 * ratio, height = (LANE_HEIGHT - 6) * ratio;
     const x = px(bar.start), length = Math.max(1.5 * ratio, px(bar.end) - x - 0.5 * ratio);
@@ -196,7 +196,7 @@ function drawBars(u, shown, count) {
     if (k === shown.chosen) { ctx.strokeStyle = colour("--text"); ctx.stroke(); }
     ctx.globalAlpha = 1;
     if (bar.label && ctx.measureText(bar.label).width + 8 * ratio < length) {
-      ctx.fillStyle = colour("--page");
+      ctx.fillStyle = colour(bar.pale ? "--text" : "--page");
       ctx.fillText(bar.label, x + 4 * ratio, top + height / 2);
     }
     return box;

@@ -137,11 +137,14 @@ class LiveRun:
                 return None
             state, status = self._state, self._status
             is_active = state.kind in ("running", "silent")
+            last_sign = state.since
+            if state.kind == "killed":
+                last_sign = max([last_sign or 0.0, *(commit.created_at for commit in self.newest.values())])
             shown = {
                 "header": self._header(self.record),
                 "state": {
                     "kind": state.kind,
-                    "since": state.since,
+                    "since": last_sign,
                     "outcome": state.outcome,
                     "driver": state.driver,
                     "num_starts": len(self._starts),
@@ -235,10 +238,9 @@ class LiveRun:
         if self._samples is not None and self._samples[0] == key:
             return self._samples[1]
         table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
-        graded = [(reward, row) for row, reward in enumerate(table.column("reward").to_pylist()) if reward is not None]
-        order = [row for _, row in sorted(graded, key=lambda entry: (-entry[0], entry[1]))]
-        rows = list(dict.fromkeys([*order[:NUM_BEST], *order[NUM_BEST:][-NUM_BEST:]]))
-        shown = table.take(rows).to_pylist()
+        rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
+        rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
+        shown = table.take(pa.array(rows, pa.int64())).to_pylist()
         trained = read_trained_tokens(self.store, step) if step is not None else None
         if trained is not None:
             trained = trained.filter(

@@ -230,11 +230,11 @@ class RunPage {
   // ---- lanes ----------------------------------------------------------------------------------------------------------
 
   laneBars() {
-    const { stages, status } = this.answer;
+    const { stages, status, header } = this.answer;
     const bar = (lane, phase, index, start, end, text) => ({ lane: LANE_NAMES.indexOf(lane), start, end, text,
       colour: PHASE_COLOURS[phase] || "--soft", label: phase + (index === null ? "" : " " + index) });
     const bars = stages.map(({ kind, index, task, start, end }) => {
-      const [lane, phase] = PHASES[kind];
+      const [lane, phase] = kind === "rollout" && header.flow === "sft" ? PHASES.data : PHASES[kind];
       return bar(lane, phase, index, start, end, phase + (task ? " " + task : "") + ((kind === "rollout" || kind === "step") ? " round " : " version ") + index);
     });
     for (const { lane, phase, index, start, end } of status ? status.phases : []) {
@@ -275,12 +275,12 @@ class RunPage {
   // ---- machine, messages, samples -------------------------------------------------------------------------------------
 
   showMachine() {
-    const samples = this.answer.status ? this.answer.status.machine : [];
-    if (samples.length) this.machine = samples; // of the last start that this page has seen
-    const shown = this.machine || [], x = shown.map(({ at }) => at);
-    const gpus = [...new Set(shown.flatMap((sample) => Object.keys(sample)).filter((name) => name.startsWith("system/gpu_")).map((name) => name.split("_")[1]))];
-    const of = (name, scale) => shown.map((sample) => (isNumber(sample[name]) ? sample[name] / scale : null));
-    const figures = shown.length ? [
+    const { status } = this.answer;
+    if (status && status.machine.at) this.machine = status.machine; // of the last start that this page has seen
+    const shown = this.machine || { at: [] }, x = shown.at;
+    const gpus = [...new Set(Object.keys(shown).filter((name) => name.startsWith("system/gpu_")).map((name) => name.split("_")[1]))];
+    const of = (name, scale) => (shown[name] || []).map((value) => (isNumber(value) ? value / scale : null));
+    const figures = x.length ? [
       ["CPU", "percent of all cores", [["CPU", "system/cpu_utilization_percentage", 1]]],
       ["Memory", "GB", [["used", "system/system_memory_usage_megabytes", 1000]]],
       ...spread("GPU use", "percent", gpus, (gpu) => "system/gpu_" + gpu + "_utilization_percentage", 1),
@@ -309,15 +309,16 @@ class RunPage {
     const key = header.newest_rollout + " " + header.newest_is_trained;
     if (header.newest_rollout === null) return showEmpty(this.grids.samples, "The first samples are shown when the first rollout is committed.");
     if (!this.samplesVisible || key === this.samplesKey) return;
-    this.samplesKey = key;
     const answer = await ask("api/samples", { store: PARAMETERS.get("store") || 0, run: PARAMETERS.get("run") });
+    this.samplesKey = key;
     const { index, page, token_texts: texts, statuses } = answer;
+    const graded = index.reward.some(isNumber);
     const view = { colour: this.colour, samples: { token_texts: texts }, paints: [] };
     const cards = index.reward.map((reward, i) => {
       const at = (name) => (page[name] ? page[name][i] : null);
       const sample = Object.fromEntries(["tokens", "mask", "logprobs", "gaps", "advantages", "versions", "spans"].map((name) => [name, at(name)]));
       const best = i < Math.ceil(index.reward.length / 2);
-      return card(element("h3", {}, (best ? "among the best" : "among the worst") + ": reward " + formatNumber(reward)),
+      return card(element("h3", {}, graded ? (best ? "among the best" : "among the worst") + ": reward " + formatNumber(reward) : "sample " + (i + 1)),
         element("p", { className: "soft" }, [at("id"), statuses[index.status[i]], index.length[i] + " tokens trained", at("label") ? "label " + at("label") : ""].filter(Boolean).join(" \u00b7 ")),
         tokenView(view, sample));
     });
@@ -326,8 +327,8 @@ class RunPage {
       view.paints.forEach(({ paint }) => paint());
     } }, ...[...new Map(view.paints.flatMap(({ modes }) => modes))].map(([name, title]) => element("option", { value: name }, title)));
     select.value = view.colour;
-    this.grids.samples.replaceChildren(element("p", { className: "soft" }, "Round " + answer.round + ": the highest and the lowest rewards of " +
-      integerFormat.format(answer.num_samples) + " samples."), element("div", { className: "controls" }, element("label", {}, "colour of the tokens", select)),
+    this.grids.samples.replaceChildren(element("p", { className: "soft" }, "Round " + answer.round + ": " +
+      (graded ? "the highest and the lowest rewards of " : "the first of ") + integerFormat.format(answer.num_samples) + " samples."), element("div", { className: "controls" }, element("label", {}, "colour of the tokens", select)),
       element("div", { className: "samples" }, ...cards));
   }
 }

@@ -59,11 +59,11 @@ def running_status(**fields: Any) -> dict[str, Any]:
         ],
         "phases": [{"lane": "engines", "phase": "publish", "index": 2, "start": now - 12, "end": now - 10}],
         "engines": "2 engines at version 2",
-        "machine": [
-            {"at": now - 5 + k, "system/cpu_utilization_percentage": 20.0, "system/gpu_0_utilization_percentage": 90.0,
-             "system/system_memory_usage_megabytes": 4000.0, "system/gpu_0_memory_usage_megabytes": 60000.0}
-            for k in range(3)
-        ],
+        "machine": {
+            "at": [now - 5, now - 4], "system/cpu_utilization_percentage": [20.0, 20.0],
+            "system/system_memory_usage_megabytes": [4000.0, 4000.0],
+            "system/gpu_0_utilization_percentage": [None, 90.0], "system/gpu_0_memory_usage_megabytes": [None, 60000.0],
+        },
         "messages": [
             {"at": now - 4, "level": "warning", "text": f"the gradient is zero {HOSTILE}"},
             {"at": now - 3, "level": "info", "text": "engine 1 died; restarting"},

@@ -232,6 +232,9 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
     lease.release()
     shown = answer(run)
     assert shown["state"]["kind"] == "killed" and shown["status"] is None
+    commit_rollout(store, 0, created_at=time.time() + 100)
+    answer(run)
+    assert answer(run)["state"]["since"] > time.time() + 50  # a commit is a sign of life, too
     lease = Lease(store, new_driver_lease_key(KEYS))
     record_start(store, KEYS, Start())  # resumed: the status is that of the start before
     assert answer(run)["state"]["kind"] == "running" and answer(run)["state"]["num_starts"] == 2
@@ -263,6 +266,23 @@ def test_damaged_status_hides_nothing_else(store: Store) -> None:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
+def commit_samples(store: Store, r: int, samples: list[Sample]) -> None:
+    attempt = store.new_attempt(KEYS.rollout_prefix(r))
+    with store.writing(attempt) as out:
+        write_shards(out.path, samples)
+    commit_rollout(store, r, attempt=attempt, files=out.files)
+
+
+def test_demonstrations_without_rewards_are_shown(store: Store) -> None:
+    run = live_run(store)
+    commit_samples(
+        store, 0, [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
+    )
+    answer(run)
+    shown = run.best_and_worst_samples()
+    assert shown is not None and shown.pages[0]["id"] == [str(k) for k in range(6)]
+
+
 def test_best_and_worst_are_of_different_groups() -> None:
     rewards = [0.0, 0.9, 0.8, None, 0.1, 0.2, math.nan, 0.7, 0.05, 0.6]
     groups = ["a", "b", "b", "b", "c", "c", "c", "d", "e", "f"]
@@ -277,7 +297,6 @@ def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch
     read_table = live.read_table
     monkeypatch.setattr(live, "read_table", lambda *args: reads.append(args) or read_table(*args))
     for r in range(2):
-        attempt = store.new_attempt(KEYS.rollout_prefix(r))
         samples = [
             Sample(
                 sample_id=f"{r}-{k}", group_id=f"g{k}", trajectory_id=f"{r}-{k}", rollout_id=r, prompt="p",
@@ -286,9 +305,7 @@ def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch
             )
             for k in range(8)
         ]  # fmt: skip
-        with store.writing(attempt) as out:
-            write_shards(out.path, samples)
-        commit_rollout(store, r, attempt=attempt, files=out.files)
+        commit_samples(store, r, samples)
         answer(run)
         shown = run.best_and_worst_samples()
         assert run.best_and_worst_samples() is shown
