@@ -52,7 +52,7 @@ function chart(title, unit, xTitle, series, formatX = String) {
   const holder = element("div", { className: "plot", tabIndex: 0, role: "img", "aria-label": title + " over " + xTitle + "; arrow keys read the values" });
   const legend = element("span", { className: "legend" }, ...(series.length > 1 ? series.map(({ label }, i) =>
     element("span", {}, element("i", { className: "stroke k" + i }), label)) : []));
-  let shown = aligned(series), plot = null, at = shown.x.length - 1;
+  let shown = aligned(series), plot = null, at = newest(shown);
   const show = (position) => {
     at = position;
     const x = shown.x[at];
@@ -61,9 +61,9 @@ function chart(title, unit, xTitle, series, formatX = String) {
   };
   const options = {
     legend: { show: false }, cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
-    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: valueRange } },
+    scales: { x: { time: false, range: () => (shown.x.length > 1 ? [shown.x[0], shown.x.at(-1)] : [(shown.x[0] || 0) - 1, (shown.x[0] || 0) + 1]) }, y: { range: valueRange } },
     axes: [axis({ size: 20, label: xTitle, labelSize: 14, labelGap: 0, labelFont: FONT, grid: { show: false }, space: 70, incrs: formatX === String ? WHOLE : undefined,
-      values: (_, ticks) => ticks.map((x) => formatX(x)) }), axis({ size: 50, values: (_, ticks) => ticks.map(formatNumber) })],
+      values: (_, ticks) => ticks.map((x) => (x < 0 ? "" : formatX(x))) }), axis({ size: 50, values: (_, ticks) => ticks.map(formatNumber) })],
     series: [{}, ...series.map((s, i) => ({ label: s.label, stroke: () => colour("--s" + i), width: 1.75, dash: DASHES[i], spanGaps: Boolean(s.points),
       points: { show: s.points ? true : (u) => u.data[0].length < 2, size: 6, fill: () => colour("--s" + i) } }))],
     hooks: { setCursor: [(u) => { if (isNumber(u.cursor.idx)) show(u.cursor.idx); }], draw: [(u) => drawIntervals(u, shown.series)] },
@@ -79,9 +79,9 @@ function chart(title, unit, xTitle, series, formatX = String) {
   const figure = element("figure", { className: "card" },
     element("figcaption", {}, element("b", {}, title), element("small", {}, unit), legend), readout, holder, numbers);
   figure.update = (newSeries) => {
-    const wasLast = at === shown.x.length - 1;
+    const wasNewest = at === newest(shown);
     shown = aligned(newSeries);
-    show(wasLast ? shown.x.length - 1 : Math.min(at, shown.x.length - 1));
+    show(wasNewest ? newest(shown) : Math.min(at, shown.x.length - 1));
     if (plot) plot.setData([shown.x, ...shown.y]);
     if (!numbers.open && numbers.children.length > 1) numbers.lastChild.remove(); // built again when it is opened
   };
@@ -100,6 +100,12 @@ function aligned(series) {
     return values;
   });
   return { x, y, series };
+}
+
+// The last position at which all series have a value, or else the last one.
+function newest({ x, y }) {
+  const complete = x.findLastIndex((_, k) => y.every((values) => values[k] !== null));
+  return complete < 0 ? x.length - 1 : complete;
 }
 
 function valueRange(_, low, high) {

@@ -261,9 +261,11 @@ def best_and_worst(rewards: Sequence[float | None], groups: Sequence[str]) -> li
     order = [row for _, row in graded]
 
     def pick(candidates: Sequence[int], taken: Sequence[int]) -> list[int]:
-        first = list({groups[row]: row for row in reversed(candidates)}.values())[::-1]  # the first row of each group
-        rest = [row for row in candidates if row not in first]
-        return [row for row in [*first, *rest] if row not in taken][:NUM_BEST]
+        free = [row for row in candidates if row not in taken]
+        first: dict[str, int] = {}
+        for row in free:
+            first.setdefault(groups[row], row)
+        return list(dict.fromkeys([*first.values(), *free]))[:NUM_BEST]
 
     best = pick(order[::-1], ())
     return [*best, *pick(order, best)[::-1]]

@@ -191,7 +191,7 @@ class RunPage {
         integerFormat.format(one.done) + " of " + integerFormat.format(one.total) + ", " + integerFormat.format(one.total - one.done) + " waiting or running")] : [])));
     if (status && !rows.length) activities.push(element("div", { className: "activity" }, element("b", {}, status.phase || "between two stages")));
     const depth = status && status.queue["rollout/queue_depth"];
-    const engines = status && [status.engines, isNumber(depth) ? depth + " finished rounds wait for the trainer" : ""].filter(Boolean).join(", ");
+    const engines = status && [status.engines, depth ? "finished rounds that wait for the trainer: " + depth : ""].filter(Boolean).join(", ");
     this.now.querySelector(".card").replaceChildren(...activities, ...lines.map((line) => element("p", {}, line)),
       ...(engines ? [element("p", { className: "soft" }, engines)] : []));
   }
@@ -244,7 +244,8 @@ class RunPage {
     const now = this.serverTime();
     for (const { title, stage, since } of this.activities()) {
       const [lane, phase] = PHASES[stage] || ["driver", stage];
-      bars.push({ ...bar(lane, phase, null, since, now, title + " (running)"), pale: true });
+      const [, index] = title.match(/(?:round|version) (\d+)/) || [null, null];
+      bars.push({ ...bar(lane, phase, index, since, now, title + " (running)"), pale: true });
     }
     const rounds = stages.filter(({ kind }) => kind === "rollout" || kind === "step").map(({ start }) => start);
     const first = rounds.length ? Math.min(...rounds) : -Infinity;
@@ -280,13 +281,14 @@ class RunPage {
     const shown = this.machine || { at: [] }, x = shown.at;
     const gpus = [...new Set(Object.keys(shown).filter((name) => name.startsWith("system/gpu_")).map((name) => name.split("_")[1]))];
     const of = (name, scale) => (shown[name] || []).map((value) => (isNumber(value) ? value / scale : null));
-    const figures = x.length ? [
-      ["CPU", "percent of all cores", [["CPU", "system/cpu_utilization_percentage", 1]]],
-      ["Memory", "GB", [["used", "system/system_memory_usage_megabytes", 1000]]],
-      ...spread("GPU use", "percent", gpus, (gpu) => "system/gpu_" + gpu + "_utilization_percentage", 1),
-      ...spread("GPU memory", "GB", gpus, (gpu) => "system/gpu_" + gpu + "_memory_usage_megabytes", 1000)] : [];
-    for (const [title, unit, series] of figures) {
-      this.showFigure("machine", title, unit, "time", series.map(([label, name, scale]) => ({ label, x, y: of(name, scale) })), clock);
+    const ofGpus = (end, scale) => spread(gpus.map((gpu) => ({ label: "GPU " + gpu, x, y: of("system/gpu_" + gpu + end, scale) })));
+    for (const [title, unit, series] of x.length ? [
+      ["CPU", "percent of all cores", [{ label: "CPU", x, y: of("system/cpu_utilization_percentage", 1) }]],
+      ["Memory", "GB", [{ label: "used", x, y: of("system/system_memory_usage_megabytes", 1000) }]],
+      ["GPU use", "percent", ofGpus("_utilization_percentage", 1)],
+      ["GPU memory", "GB", ofGpus("_memory_usage_megabytes", 1000)],
+    ] : []) {
+      if (series.length) this.showFigure("machine", title, unit, "time", series, clock);
     }
     showEmpty(this.grids.machine, "Shown while the run runs.");
   }
@@ -333,9 +335,15 @@ class RunPage {
   }
 }
 
-// The GPUs in one chart: each of up to five, otherwise the first five.
-const spread = (title, unit, gpus, name, scale) => (gpus.length
-  ? [[title + (gpus.length > 5 ? ", GPUs 0 to 4 of " + gpus.length : ""), unit, gpus.slice(0, 5).map((gpu) => ["GPU " + gpu, name(gpu), scale])]] : []);
+// The curves of some GPUs; of more than four the lowest, the mean and the highest value.
+function spread(curves) {
+  if (curves.length <= 4) return curves;
+  const { x } = curves[0];
+  const at = (k) => curves.map(({ y }) => y[k]).filter(isNumber);
+  const fold = (label, of) => ({ label, x, y: x.map((_, k) => (at(k).length ? of(at(k)) : null)) });
+  return [fold("lowest", (values) => Math.min(...values)), fold("mean of " + curves.length + " GPUs", (values) => values.reduce((a, b) => a + b) / values.length),
+    fold("highest", (values) => Math.max(...values))];
+}
 
 function showEmpty(grid, text) {
   const empty = grid.querySelector(":scope > .empty");

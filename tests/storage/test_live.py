@@ -288,6 +288,10 @@ def test_best_and_worst_are_of_different_groups() -> None:
     groups = ["a", "b", "b", "b", "c", "c", "c", "d", "e", "f"]
     assert [rewards[row] for row in best_and_worst(rewards, groups)] == [0.9, 0.7, 0.6, 0.1, 0.05, 0.0]
     assert best_and_worst([0.25, 0.5], ["a", "a"]) == [1, 0]
+    # The worst group has the best sample as well.
+    rewards = [0.0, 1.0, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0]
+    worst = best_and_worst(rewards, ["a", "a", "b", "b", "c", "c", "d", "d"])[3:]
+    assert [rewards[row] for row in worst] == [0.5, 0.5, 0.0]
     assert best_and_worst([None], ["a"]) == []
 
 
