@@ -25,9 +25,10 @@ from penstock.storage.store import Store
 KEYS = RunKeys("r")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = Store(str(tmp_path / "store"))
+@pytest.fixture(params=["directory", "object store"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+    uri = str(tmp_path / "store") if request.param == "directory" else f"memory://{tmp_path.name}"
+    store = Store(uri)
     create_record(store)
     return store
 
