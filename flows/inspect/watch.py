@@ -31,7 +31,7 @@ from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.history.run_status import STATUS_SECONDS, RunState, RunStatus, read_run_status, run_state
 from penstock.storage.report.live import LiveRun
-from penstock.storage.report.page import SHARED_SCRIPTS, STATUSES, UPLOT, read_asset
+from penstock.storage.report.page import SHARED_SCRIPTS, STATUSES, UPLOT, ReportSamples, read_asset
 from penstock.storage.secrets import write_private
 from penstock.storage.store import Store
 from penstock.storage.web.login import service_directory
@@ -117,9 +117,10 @@ class WatchedRuns:
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = stores
         self._runs: dict[tuple[int, str], LiveRun] = {}
-        self._lock = threading.Lock()
+        self._lock, self._list_lock = threading.Lock(), threading.Lock()
+        self._samples: dict[LiveRun, tuple[ReportSamples, Content]] = {}  # of the newest rollout
         self._list: list[dict[str, Any]] = []
-        self._listed_at = float("-inf")
+        self._list_expires = float("-inf")
 
     def respond(self, path: str, query: dict[str, str]) -> Content | None:
         """Return the answer to a request, or None if there is nothing at the path."""
@@ -130,7 +131,9 @@ class WatchedRuns:
             return json_content({"runs": self.list_runs()})
         if path not in ("api/run", "api/samples") or (run := self._live_run(query)) is None:
             return None
-        value = run.answer(query.get("since", "")) if path == "api/run" else newest_samples(run)
+        if path == "api/samples":
+            return self._newest_samples(run)
+        value = run.answer(query.get("since", ""))
         return None if value is None else json_content(value)
 
     def _live_run(self, query: dict[str, str]) -> LiveRun | None:
@@ -146,17 +149,37 @@ class WatchedRuns:
                 self._runs[place] = LiveRun(store, RunKeys(name), num_planned_rounds)
             return self._runs[place]
 
+    def _newest_samples(self, run: LiveRun) -> Content | None:
+        """Return the best and the worst samples of the newest rollout, with the texts of their tokens; None without
+        one."""
+        samples, record = run.best_and_worst_samples(), run.record
+        if samples is None or record is None or not samples.pages:
+            return None
+        known = self._samples.get(run)
+        if known is None or known[0] is not samples:
+            texts = read_token_texts(run.store, record, list(run.newest.values()), sorted(samples.token_ids))
+            value = {
+                "round": samples.index["round"][0],
+                "num_samples": samples.num_total,
+                "index": samples.index,
+                "page": samples.pages[0],
+                "statuses": STATUSES,
+                "token_texts": {str(token): text for token, text in texts.items()},
+            }
+            known = self._samples[run] = samples, json_content(value)
+        return known[1]
+
     def list_runs(self) -> list[dict[str, Any]]:
-        """Return a row for each run, at most LIST_SECONDS old. The newest start is the first one."""
-        with self._lock:
-            if time.monotonic() - self._listed_at > LIST_SECONDS:
-                rows = [
-                    row_of_list(store, number, run)
-                    for number, store in enumerate(self.stores)
-                    for run in store.list("runs")
-                ]
-                self._list = sorted(filter(None, rows), key=lambda row: row["started"], reverse=True)
-                self._listed_at = time.monotonic()
+        """Return a row for each run, the newest run first. The list is used for LIST_SECONDS, or for ten times as long
+        as it took: many runs in an object store take a while."""
+        with self._list_lock:
+            start = time.monotonic()
+            if start > self._list_expires:
+                runs = [(store, number, run) for number, store in enumerate(self.stores) for run in store.list("runs")]
+                rows = filter(None, (row_of_list(*run) for run in runs))
+                self._list = sorted(rows, key=lambda row: row["started"], reverse=True)
+                end = time.monotonic()
+                self._list_expires = end + max(LIST_SECONDS, 10 * (end - start))
             return self._list
 
 
@@ -180,23 +203,6 @@ def row_of_list(store: Store, number: int, run: str) -> dict[str, Any] | None:
 def num_planned_rounds(store: Store, keys: RunKeys) -> int:
     """Return how many rounds a run shall train, by its newest recorded options."""
     return int(latest_schedule_options(store, keys)["run.num_rollout"])
-
-
-def newest_samples(run: LiveRun) -> dict[str, Any] | None:
-    """Return the best and the worst samples of the newest rollout, with the texts of their tokens; None without one."""
-    samples, record = run.best_and_worst_samples(), run.record
-    if samples is None or record is None or not samples.pages:
-        return None
-    exports = [commit for kind, commit in run.newest.items() if kind == "export"]
-    texts = read_token_texts(run.store, record, exports, sorted(samples.token_ids))
-    return {
-        "round": samples.index["round"][0],
-        "num_samples": samples.num_total,
-        "index": samples.index,
-        "page": samples.pages[0],
-        "statuses": STATUSES,
-        "token_texts": {str(token): text for token, text in texts.items()},
-    }
 
 
 # ---- in a terminal ---------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _is_logged_in(self) -> bool:
-        cookie = SimpleCookie[str]()
+        cookie: SimpleCookie = SimpleCookie()
         with suppress(CookieError):
             cookie.load(self.headers.get("Cookie", ""))
         login = cookie[_COOKIE].value if _COOKIE in cookie else ""
