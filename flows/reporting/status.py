@@ -24,7 +24,7 @@ from penstock.storage.history.run_status import (
     StatusPhase,
 )
 
-FIRST_WRITE_SECONDS = 2.5  # the start of the run is recorded by then, and the CPU measured for a second time
+FIRST_WRITE_SECONDS = 1.0  # the start of the run is recorded by then
 MAX_PHASES = 40
 MACHINE_SAMPLES = 60  # five minutes
 MAX_TEXT = 400  # characters of a message
@@ -71,7 +71,7 @@ class StatusWriter(Observer):
         """Return the record of this moment."""
         panel, now = self.display.panel, time.time()
         offset = now - time.monotonic()
-        if panel.machine:
+        if panel.machine.get("system/cpu_utilization_percentage"):  # 0 before it was measured twice
             shown = {name: value for name, value in panel.machine.items() if name.endswith(MACHINE_METRICS)}
             self._machine.append({"at": now, **shown})
         activities = [

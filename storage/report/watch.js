@@ -24,12 +24,16 @@ const HIDDEN_AT_ZERO = ["Staleness", "Truncated and failed", "Loss"];
 const LANE_NAMES = ["engines", "trainer", "driver"];
 const PHASES = { // stage of a commit or of the driver -> [lane, phase]
   rollout: ["engines", "generate"], eval: ["engines", "evaluate"], step: ["trainer", "train"], train: ["trainer", "train"],
-  checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], export: ["driver", "export"], data: ["driver", "read data"],
+  checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], publish: ["engines", "publish"], export: ["driver", "export"], data: ["driver", "read data"],
 };
-const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--heat" };
+const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--heat", other: "--soft" };
 const STATES = { running: "running", silent: "no sign of life", killed: "killed", ended: "ended", waiting: "not started" };
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+const roundOf = (title) => { // or the policy version
+  const match = title.match(/(?:round|version) (\d+)/);
+  return match && Number(match[1]);
+};
 const moment = (seconds) => new Date(seconds * 1000).toLocaleDateString("sv") + " " + clock(seconds);
 const ago = (seconds) => formatSeconds(Math.max(0, Math.round(seconds)));
 
@@ -162,10 +166,15 @@ class RunPage {
       element("div", { className: "facts" }, ...facts.map(([name, value]) => element("div", { className: "fact" }, element("b", {}, value), element("span", {}, name)))));
   }
 
-  // What runs now: of a stage with a known number of steps only that part, which says more.
+  // What runs now: of a stage only its part, if it has begun, which says more. The status may be older than the commits,
+  // so a round that is committed since then is not running any more.
   activities() {
-    const all = this.answer.status ? this.answer.status.activities : [];
-    return all.filter((one) => one.total !== null || !all.some((other) => other.total !== null && other.stage === one.stage));
+    const { status, stages } = this.answer;
+    const all = status ? status.activities : [];
+    const ended = ({ title, stage, since }) => stages.some(({ kind, index, end }) => kind in PHASES && PHASES[stage] &&
+      PHASES[kind][1] === PHASES[stage][1] && end > since && index === roundOf(title));
+    return all.filter((one) => !ended(one) && (one.total !== null ||
+      !all.some((other) => other.stage === one.stage && (other.total !== null || other.since > one.since))));
   }
 
   showNow() {
@@ -232,7 +241,7 @@ class RunPage {
   laneBars() {
     const { stages, status, header } = this.answer;
     const bar = (lane, phase, index, start, end, text) => ({ lane: LANE_NAMES.indexOf(lane), start, end, text,
-      colour: PHASE_COLOURS[phase] || "--soft", label: phase + (index === null ? "" : " " + index) });
+      colour: PHASE_COLOURS[phase] || PHASE_COLOURS.other, label: phase + (index === null ? "" : " " + index) });
     const bars = stages.map(({ kind, index, task, start, end }) => {
       const [lane, phase] = kind === "rollout" && header.flow === "sft" ? PHASES.data : PHASES[kind];
       return bar(lane, phase, index, start, end, phase + (task ? " " + task : "") + ((kind === "rollout" || kind === "step") ? " round " : " version ") + index);
@@ -244,8 +253,7 @@ class RunPage {
     const now = this.serverTime();
     for (const { title, stage, since } of this.activities()) {
       const [lane, phase] = PHASES[stage] || ["driver", stage];
-      const [, index] = title.match(/(?:round|version) (\d+)/) || [null, null];
-      bars.push({ ...bar(lane, phase, index, since, now, title + " (running)"), pale: true });
+      bars.push({ ...bar(lane, phase, roundOf(title), since, now, title + " (running)"), pale: true });
     }
     const rounds = stages.filter(({ kind }) => kind === "rollout" || kind === "step").map(({ start }) => start);
     const first = rounds.length ? Math.min(...rounds) : -Infinity;
@@ -268,8 +276,9 @@ class RunPage {
     const end = status ? this.serverTime() : Math.max(...bars.map((one) => one.end), 1);
     const start = Math.min(...bars.map((one) => one.start), end - 1);
     this.lanes.update(bars, [], [start, end]);
+    const hasGpus = Object.keys(this.machine || {}).some((name) => name.startsWith("system/gpu_"));
     const devices = header.trainer_devices + header.engine_devices ? "Devices: " + header.engine_devices + " of the engines, " + header.trainer_devices +
-      " of the trainer" + (header.colocated ? ", the same ones. " : ". ") : "";
+      " of the trainer" + (header.colocated && hasGpus ? ", the same ones. " : ". ") : "";
     this.lanesNote.textContent = devices + "Pale bars are running.";
   }
 

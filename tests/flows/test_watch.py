@@ -54,8 +54,9 @@ def running_status(**fields: Any) -> dict[str, Any]:
     now = time.time()
     return {
         "activities": [
-            {"title": "rollout, round 2", "stage": "rollout", "since": now - 9},
-            {"title": "rollout, round 2: samples", "stage": "rollout", "since": now - 8, "done": 3, "total": 8},
+            {"title": "rollout, round 3", "stage": "rollout", "since": now - 9},
+            {"title": "train, round 2", "stage": "train", "since": now - 20},  # committed since then
+            {"title": "rollout, round 3: samples", "stage": "rollout", "since": now - 8, "done": 3, "total": 8},
         ],
         "phases": [{"lane": "engines", "phase": "publish", "index": 2, "start": now - 12, "end": now - 10}],
         "engines": "2 engines at version 2",
@@ -167,7 +168,7 @@ def test_panel_shows_a_run_of_another_process(store: Store) -> None:
     assert remote.state.kind == "running"
     for part in (
         "2/9 rounds",
-        "rollout, round 2: samples",
+        "rollout, round 3: samples",
         "3/8",
         "reward",
         "sums 0.000",
@@ -245,13 +246,14 @@ def text_of(page: Page, selector: str) -> str:
 @needs_browser
 def test_page_shows_what_happens_now(opened: Page) -> None:
     now = text_of(opened, "#now")
-    assert "rollout, round 2: samples" in now and "3 of 8, 5 waiting or running" in now and "2 engines" in now
+    assert "train" not in now and now.count("rollout") == 1
+    assert "rollout, round 3: samples" in now and "3 of 8, 5 waiting or running" in now and "2 engines" in now
     assert text_of(opened, "h1 .state") == "running" and "3 of 9" in text_of(opened, "#header")
     assert "round 2: reward 0.75" in text_of(opened, "#learning") and "sums 0" in text_of(opened, "#learning")
     assert "entropy 0.5" in text_of(opened, "#policy") and "GPU memory" in text_of(opened, "#machine")
     plot = "document.querySelector('#lanes .plot')"
     opened.evaluate(f"{plot}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
-    assert text_of(opened, "#lanes .readout").startswith("rollout, round 2: samples (running): ")
+    assert text_of(opened, "#lanes .readout").startswith("rollout, round 3: samples (running): ")
 
 
 @needs_browser
