@@ -105,6 +105,17 @@ def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> N
     assert [Path(path).parent for path in out.split()] == 2 * [installed / "penstock" / "environment" / "lock"]
 
 
+def test_pages_of_the_wheel_have_their_files(installed: Path, tmp_path: Path) -> None:
+    out = run_script(
+        installed,
+        tmp_path,
+        "from penstock.flows.inspect.watch import WatchedRuns, _ASSETS\n"
+        "print(all(WatchedRuns([]).respond(path, {})[1] for path in _ASSETS), len(_ASSETS))\n",
+    )
+    assert out.split() == ["True", "8"]
+    assert list(installed.glob("*.dist-info/licenses/third_party/uplot/LICENSE"))
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(3600)
 def test_demo_of_the_wheel_passes_in_a_new_environment(wheel: Path, environment: Path, tmp_path: Path) -> None:
