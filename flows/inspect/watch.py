@@ -24,7 +24,7 @@ from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_st
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record, unknown_run_error
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, seconds_by_stage
-from penstock.flows.terminal.panel import STAGES, Activity, Panel
+from penstock.flows.terminal.panel import Activity, Panel
 from penstock.storage.commit import Commit, RunKeys, is_run_name
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.history.commit_feed import CommitFeed
@@ -278,6 +278,4 @@ class RemotePanel:
             spent = seconds_by_stage([each for each in (rollout, commit) if each], [])
             panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             panel.finish_round(commit.index, at)
-        panel.finished.add(
-            STAGES.get({"step": "train", "eval": "evaluate_one"}.get(commit.kind, commit.kind), commit.kind)
-        )
+        panel.finished.add({"step": "train"}.get(commit.kind, commit.kind))
