@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,8 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
+
+from pydantic import Field
 
 from penstock.storage.commit import Frozen
 
@@ -63,6 +66,7 @@ class MemorySwitch(Frozen):
     device_bytes_after: int
     host_bytes_before: int  # resident set size of this process, pinned memory included
     host_bytes_after: int
+    at: float = Field(default_factory=time.time)  # end of the move, in seconds since the epoch
 
     def __str__(self) -> str:
         device = f"{self.device_bytes_before / GIB:.1f} -> {self.device_bytes_after / GIB:.1f} GiB"

@@ -51,6 +51,7 @@ USAGE = f"""usage: penstock COMMAND [options]
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
   runs      list the runs of the stores around the working directory, or of one store
+  watch     show runs while they run, in a browser or with --terminal:  penstock watch RUN
   show      print a run on one screen, with the curves of its rounds:  penstock show RUN
   cost      print device-seconds by stage, round and checkpoint, and the price:  penstock cost RUN
   lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
@@ -168,6 +169,7 @@ COMMANDS: dict[str, Command] = {
     "gc": _module_command("commands.maintenance", "gc"),
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("inspect.run_views", "runs"),
+    "watch": _module_command("inspect.watch"),
     "show": _module_command("inspect.run_views", "show"),
     "lineage": _module_command("inspect.lineage_trees"),
     "cost": _module_command("inspect.run_views", "cost"),

@@ -19,6 +19,7 @@ from penstock.engines.local_ray import ClusterLost
 from penstock.engines.placement import NodeLost
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_options import gpu_flow
+from penstock.flows.inspect.watch import serving_run
 from penstock.flows.reporting.observer import Observer, Observers
 from penstock.flows.reporting.observers import add_observers
 from penstock.flows.runtime.display import Display
@@ -239,7 +240,9 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
     # afterwards.
     page = "" if OWN_SERVER.is_set() else flow_run.ui_url or ""
     flow_run_link = page_link(page)  # logs a browser in
-    display = Display(run.keys.run, flow, config, run.store.uri, uris[0], prefect_page=flow_run_link or _NO_PAGE)
+    watch = observers.enter_context(serving_run(run.store, run.keys.run))
+    pages = {"watch": watch, "prefect": flow_run_link or _NO_PAGE}
+    display = Display(run.keys.run, flow, config, run.store.uri, uris[0], pages)
     display.on_progress = lambda: observers.tell(Observer.on_progress)
     observers.enter_context(display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage"))
     assert run.record is not None, "`open_run` has created it"

@@ -263,6 +263,7 @@ class RunKeys:
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
         self.report = f"{self.prefix}/report.html"  # written at the end of each start
+        self.status = f"{self.prefix}/status.json"  # what the driver does now (storage/history/run_status.py)
 
     def origin_key(self, role: str) -> str:
         """Return the key of the record that names a model that the run starts with (`role`, see ORIGINS)."""

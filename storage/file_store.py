@@ -136,11 +136,19 @@ class FileStore:
 
         Recently created files may be missing.
         """
+
+        def names() -> Iterable[str]:
+            if self.is_local:
+                if not Path(self.path(prefix)).is_dir():
+                    return []
+                with os.scandir(self.path(prefix)) as entries:  # fsspec takes several times as long
+                    return [entry.name for entry in entries]
+            return [path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self.path(prefix), detail=False)]
+
         try:
-            paths = self._access_with_retries(lambda: self.fs.ls(self.path(prefix), detail=False), prefix)
+            return sorted(self._access_with_retries(names, prefix))
         except FileNotFoundError:
             return []
-        return sorted(Path(path).name for path in paths)
 
     def walk(self, prefix: str) -> Iterator[StoredFile]:
         """Yield every file under `prefix`, committed or not, sorted by key."""

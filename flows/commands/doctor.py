@@ -300,4 +300,8 @@ def describe_port_authentication(command: list[str], environment: dict[str, str]
     for mark, protection, variable in (*of_engines, *PROTECTIONS):
         if mark in " ".join(command):
             return protection if variable is None or environment.get(variable) else ""
-    return "Ray token, session keys; none on --prometheus-port" if is_penstock_command(command) else ""
+    return (
+        "Ray token, session keys, the token of a link; none on --prometheus-port"
+        if is_penstock_command(command)
+        else ""
+    )

@@ -13,7 +13,7 @@ from rich.text import Text
 from penstock.flows.config import RunConfig
 from penstock.flows.options.argv import parse_number, parse_run_argument, penstock_command, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store, stores_with_run
+from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store, with_store_of_run
 from penstock.flows.runtime.runs import (
     keys_of_existing_run,
     latest_schedule_options,
@@ -23,7 +23,7 @@ from penstock.flows.runtime.runs import (
 from penstock.flows.terminal.console import TerminalConsole, print_table
 from penstock.flows.terminal.lines import COLUMNS, format_duration, format_with_interval, short_exponent, sparkline
 from penstock.storage.commit import Commit, RunKeys, eval_rewards
-from penstock.storage.errors import OptionError, PenstockError, RunError
+from penstock.storage.errors import PenstockError, RunError
 from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts
 from penstock.storage.leases import describe_live_drivers
@@ -112,12 +112,7 @@ def show_main(argv: list[str]) -> int:
     """Run `penstock show`. Return 0."""
     positional, _, rest = split_args(argv, {})
     run = parse_run_argument("show", positional)
-    if names_no_store(rest):
-        stores = stores_with_run(run)
-        if len(stores) > 1:
-            raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")
-        rest = [*rest, *(argument for store in stores for argument in ("--store", store))]
-    print_run(open_store(parse_store_options(rest, "show"), probe=False), RunKeys(run))
+    print_run(open_store(parse_store_options(with_store_of_run(rest, run), "show"), probe=False), RunKeys(run))
     return 0
 
 

@@ -10,6 +10,7 @@ from penstock.flows.reporting.learning_signal import LearningSignal
 from penstock.flows.reporting.monitors import HangDetector, PrometheusEndpoint, SystemMetrics, sample_system
 from penstock.flows.reporting.observer import Observer, Observers
 from penstock.flows.reporting.prefect_page import FinalReport, PrefectPage
+from penstock.flows.reporting.status import StatusWriter
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.runs import ActiveRun, logs_of_run
 from penstock.flows.runtime.signals import patience_after
@@ -29,6 +30,7 @@ def add_observers(observers: Observers, run: ActiveRun, display: Display, tracki
         display.warn(text)
         get_run_logger().warning(text)
 
+    observers.add(StatusWriter(run, display))
     observers.add(HangDetector(run.config.run.hang_timeout, display.warn, logs))
     observers.add(PrefectPage(run, display, tracking, report))
     observers.add(results)

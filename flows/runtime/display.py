@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.flows.config import Flow
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.runtime import environment
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
@@ -39,7 +40,8 @@ ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class Display:
-    """The terminal output of one flow run. The header is printed at once."""
+    """The terminal output of one flow run. The header is printed at once, with `pages`: the links "watch" and
+    "prefect"."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class Display:
         config: Any,
         store_uri: str,
         tracking_uri: str = "",
-        prefect_page: str = "",
+        pages: Mapping[str, str] = MappingProxyType({}),
         *,
         console: Console | None = None,
     ) -> None:
@@ -56,7 +58,6 @@ class Display:
         # Without a TTY rich would break lines at 80 columns; the line of a round must stay one line for grep.
         self.console = console or TerminalConsole(file=sys.stdout, soft_wrap=True, highlight=False)
         self.run = run
-        self.flow = Flow(flow)
         self.model = str(config.convert.hf_checkpoint)
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
@@ -75,13 +76,14 @@ class Display:
         self._region: LiveRegion | None = None
         data = config.rollout.prompt_data
         header = {
+            "watch": pages.get("watch", ""),  # first: a link that works from now on
             "run": f"{run}  ({flow})",
             "model": self.model,
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
             "store": store_uri,
             "mlflow": live_link(redact(tracking_uri)),
-            "prefect": prefect_page,
+            "prefect": pages.get("prefect", ""),
         }
         self._print_rows({title: str(value) for title, value in header.items() if value})
         if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():
@@ -99,7 +101,7 @@ class Display:
                 if step is None and not self._without_steps:  # this start trains it: the line of the round shows both
                     self._rollouts[commit.index] = commit
                 self._round_lines.add({**commit.summary, **(step.summary if step else {})})
-            self._add_to_curves(commit)
+            self.panel.add_to_curves(commit)
         self.panel.num_done = max((commit.policy_version for commit in steps.values()), default=0)
 
     def note(self, text: str) -> None:
@@ -109,10 +111,12 @@ class Display:
 
     def forward(self, text: str) -> None:
         """Print a message that does not count as progress of a stage, secrets redacted."""
+        self.panel.messages["info"].append((time.time(), redact(text)))
         self._print(Text(redact(text) if self._json else f"· {redact(text)}", style="dim"))
 
     def warn(self, text: str) -> None:
         """Print a warning in bold red."""
+        self.panel.messages["warning"].append((time.time(), redact(text)))
         self._print(Text(text if self._json else f"WARNING: {text}", style="bold red"), level="warning")
 
     @contextmanager
@@ -165,7 +169,7 @@ class Display:
         are no steps (--debug-rollout-only)."""
         self.on_progress()
         self._commits.append(commit.model_copy(update={"state": {}}))  # without the sample previews, which are large
-        self._add_to_curves(commit)
+        self.panel.add_to_curves(commit)
         if commit.kind == "rollout":
             self.panel.samples = format_sample_preview(commit, min(self.console.width - 1, MAX_COLUMNS))
         if commit.kind == "rollout" and not self._without_steps:
@@ -183,18 +187,6 @@ class Display:
             line = Text(EVENT_LINES[commit.kind](commit))
         self._print(line)
         return line.plain
-
-    def _add_to_curves(self, commit: Commit) -> None:
-        """Add a commit's reward or, in a run without rewards, its loss to the curves of the panel."""
-        curve = self.panel.curve
-        if commit.kind == "rollout" and "rollout/raw_reward" in commit.summary:
-            curve[commit.index] = commit.summary["rollout/raw_reward"]
-        elif commit.kind == "step" and self.flow.has_demonstrations and "train/loss" in commit.summary:
-            self.panel.curve_name = "loss"
-            curve[commit.index] = commit.summary["train/loss"]
-        elif commit.kind == "eval":
-            for task, reward in eval_rewards(commit).items():
-                self.panel.evaluations.setdefault(task, {})[commit.index] = reward
 
     def result(self, commit: Commit) -> str:
         """Return the main number of a commit that was printed or added: `reward 0.725`, `loss 1.25`, `held-out 0.5`; ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from rich.text import Text
 
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import format_duration, json_line, sparkline
+from penstock.storage.commit import Commit, eval_rewards
 
 MAX_WIDTH = 100  # columns
 ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
 LABEL = 10  # columns of the titles of rows
+MAX_MESSAGES, MAX_ENDED = 12, 40  # of each level; activities
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 STAGES = {  # name of a stage's function -> its name in the panel, in the order of the loop
@@ -54,6 +57,7 @@ class Activity:
     title: str
     stage: str
     started_at: float = field(default_factory=time.monotonic)
+    ended_at: float | None = None  # of an activity that was not interrupted by an exception
     done: int = 0
     total: int | None = None
 
@@ -75,10 +79,15 @@ class Panel:
         self.samples: Sequence[Text] = ()  # best and worst sample of the newest round
         self.machine: Mapping[str, float] = {}  # newest system metrics
         self.phase = ""  # activity outside of the stages, for instance the shutdown
-        self._activities: list[Activity] = []
-        self._finished: set[str] = set()  # stages that this start has finished
-        self._started_at = time.monotonic()
-        self._round_ends = [self._started_at]
+        self.messages: dict[str, deque[tuple[float, str]]] = {  # level -> newest printed lines with their time
+            "warning": deque(maxlen=MAX_MESSAGES),
+            "info": deque(maxlen=MAX_MESSAGES),
+        }
+        self.ended_activities: deque[Activity] = deque(maxlen=MAX_ENDED)
+        self.activities: list[Activity] = []
+        self.finished: set[str] = set()  # stages that this start has finished
+        self.started_at = time.monotonic()
+        self._round_ends = [self.started_at]
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -86,17 +95,31 @@ class Panel:
     def activity(self, title: str, stage: str) -> Iterator[Activity]:
         """Show an activity during the block."""
         activity = Activity(title, stage)
-        self._activities.append(activity)
+        self.activities.append(activity)
         try:
             yield activity
-            self._finished.add(stage)
+            self.finished.add(stage)
+            activity.ended_at = time.monotonic()
+            self.ended_activities.append(activity)
         finally:
-            self._activities.remove(activity)
+            self.activities.remove(activity)
 
-    def finish_round(self, rollout_id: int) -> None:
-        """Count a round that this start (this execution of the run) has trained."""
+    def add_to_curves(self, commit: Commit) -> None:
+        """Add a commit's reward or, in a run without rewards, its loss to the curves."""
+        if commit.kind == "rollout" and "rollout/raw_reward" in commit.summary:
+            self.curve[commit.index] = commit.summary["rollout/raw_reward"]
+        elif commit.kind == "step" and self.flow == "sft" and "train/loss" in commit.summary:
+            self.curve_name = "loss"
+            self.curve[commit.index] = commit.summary["train/loss"]
+        elif commit.kind == "eval":
+            for task, reward in eval_rewards(commit).items():
+                self.evaluations.setdefault(task, {})[commit.index] = reward
+
+    def finish_round(self, rollout_id: int, at: float | None = None) -> None:
+        """Count a round that this start (this execution of the run) has trained, now or at the time `at`
+        of the monotonic clock."""
         self.num_done = max(self.num_done, rollout_id + 1)
-        self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic()]
+        self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic() if at is None else at]
 
     def seconds_left(self) -> float | None:
         """Return the estimated time until the last round is trained; None before the second round of this start."""
@@ -113,9 +136,9 @@ class Panel:
         out first."""
         width = min(width, MAX_WIDTH)
         required = [self._title(width), *self._activity_rows(width)]
-        active = {activity.stage for activity in list(self._activities)}
+        active = {activity.stage for activity in list(self.activities)}
         stages = [
-            Text(name, "bold reverse" if name in active else "green" if name in self._finished else "dim")
+            Text(name, "bold reverse" if name in active else "green" if name in self.finished else "dim")
             for name in STAGE_BARS.get(self.flow, ())
         ]
         machine = {
@@ -145,11 +168,11 @@ class Panel:
         """Return one line with the current phase and its duration; `otherwise` is shown if there is no phase."""
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
-        elapsed = format_duration(now - self._started_at)
+        elapsed = format_duration(now - self.started_at)
         return Text.assemble((f"{frame} ", "cyan"), self.phase or otherwise, (f"  {elapsed}", "dim"))
 
     def _title(self, width: int) -> Text:
-        elapsed = format_duration(time.monotonic() - self._started_at)
+        elapsed = format_duration(time.monotonic() - self.started_at)
         if not self.num_rounds:
             return Text.assemble((self.run, "bold"), f"  {elapsed}")
         left = self.seconds_left()
@@ -163,7 +186,7 @@ class Panel:
         """Return a line for each running activity, or a single line during the shutdown or between two stages."""
         now, rows = time.monotonic(), []
         frame = SPINNER[int(now * 8) % len(SPINNER)]
-        activities = list(self._activities)
+        activities = list(self.activities)
         nested = {activity.stage for activity in activities if activity.total is not None}
         for activity in activities:
             if activity.total is None and activity.stage in nested:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import re
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -151,12 +152,18 @@ def read_completion(store: Store, keys: RunKeys) -> Completion | None:
     return store.read_record(Completion, f"{keys.prefix}/starts/{last:06d}.complete")
 
 
-def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | None]]:
-    """Return all starts of a run, in order, each with its end, or None if it has not ended or was killed."""
+def read_starts(
+    store: Store, keys: RunKeys, *, known: Sequence[tuple[Start, StartEnd | None]] = ()
+) -> list[tuple[Start, StartEnd | None]]:
+    """Return all starts of a run, in order, each with its end, or None if it has not ended or was killed. `known`: the
+    result of an earlier call, of which only the last start may have ended since."""
     return [
-        (start, store.read_record(StartEnd, f"{keys.prefix}/starts/{number:06d}.end.json"))
-        for number, key in list_starts(store, keys)
-        if (start := store.read_record(Start, key))
+        *known[:-1],
+        *(
+            (start, store.read_record(StartEnd, f"{keys.prefix}/starts/{number:06d}.end.json"))
+            for number, key in list_starts(store, keys)[max(len(known) - 1, 0) :]
+            if (start := store.read_record(Start, key))
+        ),
     ]
 
 

@@ -421,6 +421,8 @@ class _Contents:
                 return "half-made fork", RunKeys(run).prefix
             case ["runs", _, "fork.json"]:
                 return "temporary file", key
+            case ["runs", run, "status.json"] if RunKeys(run).record not in self.files:
+                return "temporary file", key  # written by a driver whose run was removed meanwhile
             case ["runs", _, name] if name == _REMOVAL_LEASE:
                 return "old lease", key
             case ["runs", _, "drivers", name] if name.endswith(".lease"):

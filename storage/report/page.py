@@ -32,7 +32,9 @@ from penstock.storage.samples.shards import read_table, read_trained_tokens
 from penstock.storage.store import Store
 
 GENERATOR = '<meta name="generator" content="penstock report">'  # marks a file as a report
-_SCRIPTS = ("page.js", "charts.js", "samples.js")  # in the order in which they are concatenated
+UPLOT = "third_party/uplot/uPlot.iife.min.js", "third_party/uplot/uPlot.min.css"
+SHARED_SCRIPTS = ("elements.js", "charts.js", "tokens.js")
+_SCRIPTS = (UPLOT[0], *SHARED_SCRIPTS, "samples.js", "report.js")  # in the order in which they are concatenated
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 SEED = 0
 DEFAULT_MAX_SAMPLES = 100_000
@@ -80,7 +82,7 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
     if num_tokens * limit > MAX_TOKENS * max(total, 1):
         limit, limited_by = int(MAX_TOKENS * total / num_tokens), "tokens"
     sets = ["training", *sorted({name for name, _ in sources} - {"training"})]
-    builder = _Builder(ReportSamples(num_total=total, limit=limit, limited_by=limited_by, sets=sets))
+    builder = SamplePages(ReportSamples(num_total=total, limit=limit, limited_by=limited_by, sets=sets))
     num_read = num_taken = 0
     for name, commit in sources:
         num_read += commit.num_samples()
@@ -112,7 +114,7 @@ def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
     return table.take(pa.array(sorted(taken), pa.int64()))
 
 
-class _Builder:
+class SamplePages:
     """Collects rows in columns."""
 
     def __init__(self, samples: ReportSamples) -> None:
@@ -195,8 +197,8 @@ def shorten_numbers(values: Iterable[float]) -> list[Any]:
 
 def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: dict[int, str]) -> str:
     """Return the HTML of a report."""
-    style = _read_asset("page.css")
-    script = "\n".join(_read_asset(name) for name in _SCRIPTS)
+    style = "\n".join(read_asset(name) for name in (UPLOT[1], "page.css"))
+    script = "\n".join(read_asset(name) for name in _SCRIPTS)
     assert "</script" not in script.lower() and "<!--" not in script and "</style" not in style.lower()
     selection = {name: getattr(samples, name) for name in ("num_shown", "num_total", "limited_by")}
     overview = overview | {"samples": {**selection, "seed": SEED, "num_pages": len(samples.pages)}}
@@ -216,7 +218,7 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
         "overview": embed("overview", overview),
         "samples": "\n".join([embed("samples", index), *chunks]),
     }
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], _read_asset("page.html"))
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], read_asset("page.html"))
 
 
 def embed(name: str, value: Any) -> str:
@@ -229,8 +231,10 @@ def embed(name: str, value: Any) -> str:
     return f'<script type="application/octet-stream+base64" id="data-{name}">{encoded}</script>'
 
 
-def _read_asset(name: str) -> str:
-    return files("penstock.storage.report").joinpath(name).read_text(encoding="utf-8")
+def read_asset(name: str) -> str:
+    """Return a file of the pages: of this folder, or of another project below third_party/."""
+    package = "penstock" if name.startswith("third_party/") else "penstock.storage.report"
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def _source_hash(text: str) -> str:

@@ -106,7 +106,7 @@ def test_every_documented_metric_is_in_the_code() -> None:
 def test_every_key_of_a_run_has_one_entry() -> None:
     keys = RunKeys("<run>")
     examples = [
-        *(keys.record, keys.report, commit_key(keys.rollout_prefix(12)), commit_key(keys.step_prefix(12))),
+        *(keys.record, keys.report, keys.status, commit_key(keys.rollout_prefix(12)), commit_key(keys.step_prefix(12))),
         *(commit_key(keys.checkpoint_prefix(20)), commit_key(keys.eval_prefix(20, "<task>"))),
         commit_key(keys.export_prefix(60)),
     ]

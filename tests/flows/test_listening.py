@@ -34,8 +34,16 @@ sys.stdin.read()"""
         ("python -P -m penstock.storage.tracking.mlflow.mlflow_server --port 1", {}, "login; checks Host and Origin"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {"RAY_AUTH_TOKEN": "x"}, "Ray token"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {}, ""),
-        ("/x/bin/python /x/bin/penstock train", {}, "Ray token, session keys; none on --prometheus-port"),
-        ("python -m penstock.flows.cli train", {}, "Ray token, session keys; none on --prometheus-port"),
+        (
+            "/x/bin/python /x/bin/penstock train",
+            {},
+            "Ray token, session keys, the token of a link; none on --prometheus-port",
+        ),
+        (
+            "python -m penstock.flows.cli train",
+            {},
+            "Ray token, session keys, the token of a link; none on --prometheus-port",
+        ),
         ("/home/penstock/flows/bin/python -c program", {}, ""),
         ("some other program", {}, ""),
     ],

@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
     source, folder = tmp_path_factory.mktemp("wheel") / "source", tmp_path_factory.mktemp("built")
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("penstock", *PACKAGES, "configs"):
+    for name in ("penstock", *PACKAGES, "configs", "third_party"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -103,6 +103,17 @@ def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> N
         "print(*(path for path in map(lock_file, ('cpu', 'cuda')) if path.exists()))\n",
     )
     assert [Path(path).parent for path in out.split()] == 2 * [installed / "penstock" / "environment" / "lock"]
+
+
+def test_pages_of_the_wheel_have_their_files(installed: Path, tmp_path: Path) -> None:
+    out = run_script(
+        installed,
+        tmp_path,
+        "from penstock.flows.inspect.watch import WatchedRuns, _ASSETS\n"
+        "print(all(WatchedRuns([]).respond(path, {})[1] for path in _ASSETS), len(_ASSETS))\n",
+    )
+    assert out.split() == ["True", "8"]
+    assert list(installed.glob("*.dist-info/licenses/third_party/uplot/LICENSE"))
 
 
 @pytest.mark.integration

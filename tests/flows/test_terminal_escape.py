@@ -148,7 +148,7 @@ def test_lines_of_a_run_are_escaped(log_format: str, terminal: Terminal, monkeyp
     )
     monkeypatch.setattr(terminal, "isatty", lambda: False)
     with escaped_output():
-        display = Display("r", "post_train", config, "/store", prefect_page=EVIL)
+        display = Display("r", "post_train", config, "/store", pages={"prefect": EVIL})
         display.note(f"filter dropped a group: {EVIL}")
         display.warn(f"reward failed: {EVIL}")
         row = {"reward": 1.0, "prompt": EVIL, "response": EVIL}

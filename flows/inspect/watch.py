@@ -1,0 +1,281 @@
+"""`penstock watch`: runs while they run, as a web page on 127.0.0.1 or in a terminal. Reads only the store.
+
+storage/report/ collects what a page shows, storage/web/page_server.py serves it. A run serves its own page as well
+(`serving_run`), so that the link in its first line works at once.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlencode
+
+from penstock.flows.inspect.report import read_token_texts
+from penstock.flows.inspect.run_views import row_of_run
+from penstock.flows.options.argv import parse_integer, penstock_command, split_args
+from penstock.flows.options.flags import parse_store_options
+from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store, with_store_of_run
+from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record, unknown_run_error
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
+from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, seconds_by_stage
+from penstock.flows.terminal.panel import Activity, Panel
+from penstock.storage.commit import Commit, RunKeys, is_run_name
+from penstock.storage.errors import OptionError, PenstockError
+from penstock.storage.history.commit_feed import CommitFeed
+from penstock.storage.history.run_record import read_starts
+from penstock.storage.history.run_status import STATUS_SECONDS, RunState, RunStatus, read_run_status, run_state
+from penstock.storage.report.live import LiveRun
+from penstock.storage.report.page import SHARED_SCRIPTS, STATUSES, UPLOT, ReportSamples, read_asset
+from penstock.storage.secrets import write_private
+from penstock.storage.store import Store
+from penstock.storage.web.login import service_directory
+from penstock.storage.web.page_server import Content, PageServer, json_content
+
+USAGE = """penstock watch [RUN] [--port N] [--terminal] [--store URI ...]
+
+  Shows a run while it runs, in a browser: what happens now, rewards and evaluations, the last rounds of engines and
+  trainer, speed, GPUs, the newest samples token by token, warnings. Reads only the store, so the run may be on another
+  machine. Without RUN, all runs that `penstock runs` lists. Serves pages on 127.0.0.1 until Ctrl-C; the printed link
+  has a token, without which the pages cannot be read.
+
+  --port       the port (default: any free one)
+  --terminal   show the panel of RUN in this terminal instead, until the run ends"""
+
+LIST_SECONDS = 5.0  # between two readings of the list of runs
+_ASSETS = {
+    "": ("text/html; charset=utf-8", "watch.html"),
+    **{
+        name.rpartition("/")[2]: (f"text/{'css' if name.endswith('.css') else 'javascript'}; charset=utf-8", name)
+        for name in (*UPLOT, *SHARED_SCRIPTS, "watch.js", "page.css")
+    },
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0 after the end of the run (--terminal); otherwise it ends by Ctrl-C."""
+    positional, own, rest = split_args(argv, {"--port": True, "--terminal": False})
+    if len(positional) > 1:
+        raise OptionError(f"penstock watch takes at most one run, not {len(positional)}: leave out the others")
+    run = positional[0] if positional else ""
+    port = parse_integer("--port", own.get("--port", "0"))
+    if not 0 <= port < 1 << 16:
+        raise OptionError(f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one")
+    if "--terminal" in own and not run:
+        raise OptionError("penstock watch --terminal shows one run: give its name")
+    stores = find_nearby_stores() if names_no_store(rest) and not run else []
+    config = parse_store_options(with_store_of_run(rest, run) if run else rest, "watch")
+    configs = [config.model_copy(update={"store": path}) for path in stores] or [config]
+    opened = [open_store(each, probe=False) for each in configs]
+    if run:
+        if not is_run_name(run):
+            raise unknown_run_error(opened[0], run)
+        read_existing_record(opened[0], RunKeys(run))
+    if "--terminal" in own:
+        return watch_in_terminal(opened[0], RunKeys(run))
+    try:
+        server = PageServer(WatchedRuns(opened).respond, port)
+    except OSError as error:
+        raise OptionError(f"--port {port} cannot be opened ({error.strerror}): give another port") from error
+    with server:
+        link = server.link(urlencode({"run": run}) if run else "")
+        if sys.stdout.isatty():
+            print(f"watch  {link}\nCtrl-C ends the page; runs do not depend on it.", flush=True)
+        else:  # a file or pipe may be read by other users
+            path = service_directory(server.server_port) / "watch-link"
+            write_private(path, link)
+            print(f"the link is in the file {path}", flush=True)
+        signal.pause()
+    return 0
+
+
+@contextmanager
+def serving_run(store: Store, run: str) -> Iterator[str]:
+    """Yield the first line of a run, about where to watch it: in a terminal the link of a page that is served during
+    the block, otherwise the command that serves it."""
+    command = f"{penstock_command()} watch {run} --store {shlex.quote(store.uri)}"
+    if not sys.stdout.isatty():
+        yield command
+        return
+    try:
+        server = PageServer(WatchedRuns([store]).respond)
+    except OSError:  # no port is free
+        yield command
+        return
+    with server:
+        yield server.link(urlencode({"run": run}))
+
+
+class WatchedRuns:
+    """What the pages request of some stores."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = stores
+        self._runs: dict[tuple[int, str], LiveRun] = {}
+        self._lock, self._list_lock = threading.Lock(), threading.Lock()
+        self._samples: dict[LiveRun, tuple[ReportSamples, Content]] = {}  # of the newest rollout
+        self._list: list[dict[str, Any]] = []
+        self._list_expires = float("-inf")
+
+    def respond(self, path: str, query: dict[str, str]) -> Content | None:
+        """Return the answer to a request, or None if there is nothing at the path."""
+        if path in _ASSETS:
+            kind, name = _ASSETS[path]
+            return kind, read_asset(name).encode()
+        if path == "api/runs":
+            return json_content({"runs": self.list_runs()})
+        if path not in ("api/run", "api/samples") or (run := self._live_run(query)) is None:
+            return None
+        if path == "api/samples":
+            return self._newest_samples(run)
+        value = run.answer(query.get("since", ""))
+        return None if value is None else json_content(value)
+
+    def _live_run(self, query: dict[str, str]) -> LiveRun | None:
+        number, name = query.get("store", "0"), query.get("run", "")
+        if not (number.isdecimal() and int(number) < len(self.stores) and is_run_name(name)):
+            return None
+        with self._lock:
+            place = int(number), name
+            if place not in self._runs:
+                store = self.stores[place[0]]
+                if not store.exists(RunKeys(name).record):
+                    return None
+                self._runs[place] = LiveRun(store, RunKeys(name), num_planned_rounds)
+            return self._runs[place]
+
+    def _newest_samples(self, run: LiveRun) -> Content | None:
+        """Return the best and the worst samples of the newest rollout, with the texts of their tokens; None without
+        one."""
+        samples, record = run.best_and_worst_samples(), run.record
+        if samples is None or record is None or not samples.pages:
+            return None
+        known = self._samples.get(run)
+        if known is None or known[0] is not samples:
+            texts = read_token_texts(run.store, record, list(run.newest.values()), sorted(samples.token_ids))
+            value = {
+                "round": samples.index["round"][0],
+                "num_samples": samples.num_total,
+                "index": samples.index,
+                "page": samples.pages[0],
+                "statuses": STATUSES,
+                "token_texts": {str(token): text for token, text in texts.items()},
+            }
+            known = self._samples[run] = samples, json_content(value)
+        return known[1]
+
+    def list_runs(self) -> list[dict[str, Any]]:
+        """Return a row for each run, the newest run first. The list is used for LIST_SECONDS, or for ten times as long
+        as it took: many runs in an object store take a while."""
+        with self._list_lock:
+            start = time.monotonic()
+            if start > self._list_expires:
+                runs = [(store, number, run) for number, store in enumerate(self.stores) for run in store.list("runs")]
+                rows = filter(None, (row_of_list(*run) for run in runs))
+                self._list = sorted(rows, key=lambda row: row["started"], reverse=True)
+                end = time.monotonic()
+                self._list_expires = end + max(LIST_SECONDS, 10 * (end - start))
+            return self._list
+
+
+def row_of_list(store: Store, number: int, run: str) -> dict[str, Any] | None:
+    """Return a run as the list shows it, or None if it has neither a record nor commits."""
+    keys = RunKeys(run)
+    row = {"store": number, "uri": store.uri, "run": run, "rounds": "", "reward": "", "evaluations": "", "started": ""}
+    try:
+        cells = row_of_run(store, keys)
+        if not cells:
+            return None
+        if len(cells) > 2:  # not a removed run
+            _, _, row["rounds"], row["reward"], _, row["evaluations"], row["started"] = cells
+            status = read_run_status(store, keys)
+            return row | {"state": run_state(store, keys, read_starts(store, keys), status).kind}
+        return row | {"state": cells[1]}
+    except (PenstockError, OSError):
+        return row | {"state": "damaged"}
+
+
+def num_planned_rounds(store: Store, keys: RunKeys) -> int:
+    """Return how many rounds a run shall train, by its newest recorded options."""
+    return int(latest_schedule_options(store, keys)["run.num_rollout"])
+
+
+# ---- in a terminal ---------------------------------------------------------------------------------------------------
+
+
+def watch_in_terminal(store: Store, keys: RunKeys) -> int:
+    """Show the panel of a run that another process drives, until the run ends. Return 0."""
+    console = TerminalConsole(file=sys.stdout, highlight=False)
+    if not can_redraw(console):
+        raise OptionError(
+            "penstock watch --terminal needs a terminal that can redraw lines: leave out --terminal, or use "
+            f"`{penstock_command()} show {keys.run}`"
+        )
+    record = read_existing_record(store, keys)
+    panel = RemotePanel(store, keys, record.flow)
+    panel.refresh()
+    region = LiveRegion(console, panel.panel.render)
+    region.start()
+    try:
+        while panel.state.kind in ("running", "silent", "waiting"):
+            time.sleep(STATUS_SECONDS / 2)
+            panel.refresh()
+    finally:
+        region.stop()
+    state = panel.state
+    console.print(
+        f"{keys.run}: {panel.panel.num_done} of {panel.panel.num_rounds} rounds, {state.outcome.lower() or state.kind}"
+    )
+    return 0
+
+
+class RemotePanel:
+    """Fills a panel from the commits and the status of a run that another process drives."""
+
+    def __init__(self, store: Store, keys: RunKeys, flow: str) -> None:
+        self.store = store
+        self.keys = keys
+        self.state = RunState("waiting")
+        self.panel = Panel(keys.run, flow, num_planned_rounds(store, keys))
+        self._feed = CommitFeed(store, keys)
+        self._rollouts: dict[int, Commit] = {}  # of rounds that are not trained yet
+        self._starts: list[Any] = []
+
+    def refresh(self) -> None:
+        """Read what is new in the store."""
+        offset = time.monotonic() - time.time()
+        for commit in self._feed.read(seconds=60.0):
+            self._add(commit, commit.created_at + offset)
+        status = read_run_status(self.store, self.keys)
+        self._starts = read_starts(self.store, self.keys, known=self._starts)
+        self.state = run_state(self.store, self.keys, self._starts, status)
+        panel = self.panel
+        if self._starts:
+            panel.started_at = self._starts[-1][0].at + offset
+        shown: RunStatus | None = status if self.state.kind in ("running", "silent") else None
+        panel.activities = [
+            Activity(each.title, each.stage, each.since + offset, done=each.done, total=each.total)
+            for each in (shown.activities if shown else ())
+        ]
+        panel.phase = (shown.phase if shown else "") or ("no new status" if self.state.kind == "silent" else "")
+        newest = {name: values[-1] for name, values in (shown.machine if shown else {}).items() if name != "at"}
+        panel.machine = {name: value for name, value in newest.items() if value is not None}
+        panel.engines = lambda: shown.engines if shown else ""
+
+    def _add(self, commit: Commit, at: float) -> None:
+        panel = self.panel
+        panel.add_to_curves(commit)
+        if commit.kind == "rollout":
+            self._rollouts[commit.index] = commit
+            panel.samples = format_sample_preview(commit, MAX_COLUMNS)
+        elif commit.kind == "step":
+            rollout = self._rollouts.pop(commit.index, None)
+            spent = seconds_by_stage([each for each in (rollout, commit) if each], [])
+            panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
+            panel.finish_round(commit.index, at)
+        panel.finished.add({"step": "train"}.get(commit.kind, commit.kind))

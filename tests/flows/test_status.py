@@ -1,0 +1,190 @@
+"""status.json of a run: what it contains, that a run does not depend on it, and what a reader concludes from it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from made_run import config_of, make_run, write_data
+
+from penstock.engines.training import MemorySwitch
+from penstock.flows.cli import main
+from penstock.flows.reporting import status as module
+from penstock.flows.reporting.status import StatusWriter
+from penstock.flows.terminal.panel import Panel
+from penstock.storage.commit import RunKeys
+from penstock.storage.errors import StoreError
+from penstock.storage.history.run_record import Start, read_starts, record_end, record_start
+from penstock.storage.history.run_status import RunStatus, read_run_status, run_state
+from penstock.storage.leases import Lease, new_driver_lease_key
+from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.maintenance.deletion import find_orphans, remove_run
+from penstock.storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def display() -> SimpleNamespace:
+    lines: list[str] = []
+    return SimpleNamespace(panel=Panel("r", "post_train", 9), lines=lines, forward=lines.append)
+
+
+def writer_of(store: Store, display: SimpleNamespace) -> StatusWriter:
+    return StatusWriter(SimpleNamespace(store=store, keys=KEYS, start=0), display)  # type: ignore[arg-type]
+
+
+def make_status(**fields: Any) -> RunStatus:
+    return RunStatus(**({"at": time.time(), "start": 0, "host": "node", "pid": 1} | fields))
+
+
+def state_kind(store: Store, status: RunStatus | None, **options: bool) -> str:
+    return run_state(store, KEYS, read_starts(store, KEYS), status, **options).kind
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_record_has_activities_updates_messages_and_machine(store: Store, display: SimpleNamespace) -> None:
+    panel, writer = display.panel, writer_of(store, display)
+    panel.machine = {"system/cpu_utilization_percentage": 12.345}
+    panel.messages["warning"].append((5.0, "x" * 1000))
+    panel.messages["info"].append((4.0, "engine 1 died"))
+    switch = MemorySwitch(
+        name="policy: offload weights",
+        seconds=2.0,
+        at=100.0,
+        **dict.fromkeys(("device_bytes_before", "device_bytes_after", "host_bytes_before", "host_bytes_after"), 0),
+    )
+    with panel.activity("restore", "restore"):
+        pass
+    writer.on_publish(3, {"perf/update_weights_time": 1.5}, [switch])
+    writer.on_overlap(3, {"rollout/queue_depth": 2.0})
+    with panel.activity("rollout, round 3: samples", "rollout") as activity:
+        activity.done, activity.total = 5, 8
+        status = writer.status()
+    [running] = status.activities
+    assert (running.title, running.done, running.total) == ("rollout, round 3: samples", 5, 8)
+    assert abs(running.since - time.time()) < 60  # of the wall clock, not of the monotonic one
+    assert [(p.lane, p.phase, p.index) for p in status.phases] == [
+        ("trainer", "policy: offload weights", None),
+        ("trainer", "publish", 3),  # it began 1.5 s ago
+        ("engines", "publish", 3),
+        ("trainer", "restore", None),
+    ]
+    assert (status.phases[0].start, status.phases[0].end) == (98.0, 100.0)
+    assert status.phases[1].end - status.phases[1].start == pytest.approx(1.5)
+    assert [(m.level, len(m.text)) for m in status.messages] == [("info", 13), ("warning", 400)]
+    assert status.machine["system/cpu_utilization_percentage"] == [12.3] and status.queue["rollout/queue_depth"] == 2
+    assert (status.pid, status.start) == (os.getpid(), 0)
+
+
+def test_record_stays_small(store: Store, display: SimpleNamespace) -> None:
+    writer = writer_of(store, display)
+    for number in range(500):
+        display.panel.messages["warning"].append((number, "w" * 400))
+        names = ("utilization_percentage", "memory_usage_megabytes", "power_usage_watts")
+        display.panel.machine = {f"system/gpu_{gpu}_{name}": 79997.5 for gpu in range(8) for name in names}
+        writer.on_publish(number, {"perf/update_weights_time": 1.0}, [])
+        with display.panel.activity("convert", "convert"):
+            status = writer.status()
+    assert len(status.model_dump_json()) < 32_000
+
+
+def test_thread_writes_while_the_run_runs_and_at_its_end(
+    store: Store, display: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr(store, "replace", lambda key, data: written.append(data))
+    with writer_of(store, display):
+        display.panel.phase = "stopping"
+    assert RunStatus.model_validate_json(written[-1]).phase == "stopping"
+
+
+def test_store_that_fails_gives_one_note_and_no_error(
+    store: Store, display: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(key: str, data: bytes) -> None:
+        raise StoreError("the bucket is gone")
+
+    monkeypatch.setattr(store, "replace", fail)
+    writer = writer_of(store, display)
+    for _ in range(3):
+        writer._write()
+    [line] = display.lines
+    assert "the bucket is gone" in line and "penstock watch" in line
+
+
+# ---- what a reader concludes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lease(store: Store) -> Iterator[Lease]:
+    lease = Lease(store, new_driver_lease_key(KEYS))
+    yield lease
+    lease.stop_renewing()
+
+
+def test_state_follows_starts_status_and_lease(store: Store, lease: Lease) -> None:
+    assert state_kind(store, None) == "waiting"
+    record_start(store, KEYS, Start())
+    assert state_kind(store, None) == "running"  # the first record is not written yet
+    assert state_kind(store, make_status()) == "running"
+    old = make_status(at=time.time() + 0.01)  # later than the start
+    late = old.model_copy(update={"at": old.at + 100})  # a clock that is ahead
+    assert state_kind(store, late) == "silent" and state_kind(store, late, is_fresh=True) == "running"
+    lease.release()
+    assert state_kind(store, late) == "killed"
+    record_end(store, KEYS, 0, "STOPPED")
+    state = run_state(store, KEYS, read_starts(store, KEYS), make_status())
+    assert (state.kind, state.outcome) == ("ended", "STOPPED")
+
+
+def test_status_of_an_earlier_start_does_not_count(store: Store, lease: Lease) -> None:
+    record_start(store, KEYS, Start(at=time.time() - 50))
+    record_start(store, KEYS, Start())
+    assert state_kind(store, make_status(start=0)) == "running"  # by the lease
+    lease.release()
+    assert state_kind(store, make_status(start=0)) == "killed"
+
+
+# ---- other commands --------------------------------------------------------------------------------------------------
+
+
+def test_verify_gc_fork_and_rm_know_the_record(store: Store, tmp_path: Path) -> None:
+    keys = make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 2)
+    store.replace(keys.status, make_status().model_dump_json().encode())
+    assert read_run_status(store, keys) is not None
+    assert audit_run(store, keys).num_orphans == 0
+    assert [o for o in find_orphans(store, older_than=0) if keys.status in o.files] == []
+    assert main(["fork", "r", "--at", "1", "--name", "f", "--store", store.root]) == 0
+    assert read_run_status(store, RunKeys("f")) is None  # the fork has not started
+    assert main(["rm", "f", "--yes", "f", "--store", store.root]) == 0
+    remove_run(store, keys)
+    assert not store.exists(keys.prefix)
+    store.replace(keys.status, b"{}")  # by the thread of a driver that was stopped meanwhile
+    [orphan] = find_orphans(store, older_than=0)
+    assert orphan.files == (keys.status,)
+
+
+def test_damaged_record_is_a_store_error(store: Store) -> None:
+    store.replace(KEYS.status, b"{")
+    with pytest.raises(StoreError):
+        read_run_status(store, KEYS)
+
+
+def test_interval_makes_at_most_720_writes_an_hour() -> None:
+    assert 3600 / module.STATUS_SECONDS <= 720

@@ -1,0 +1,305 @@
+"""`penstock watch`: what the pages request, the page in a browser, the panel in a terminal, and the link of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Page, browser, installed_browser
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from made_run import commit_samples, config_of, make_run, score_one, write_data
+
+from penstock.flows.cli import main
+from penstock.flows.inspect import watch
+from penstock.flows.inspect.watch import RemotePanel, WatchedRuns, serving_run, watch_in_terminal
+from penstock.storage.commit import Commit, RunKeys, commit_key
+from penstock.storage.errors import OptionError
+from penstock.storage.history import commit_feed
+from penstock.storage.history.run_record import Start, record_end, record_start
+from penstock.storage.history.run_status import RunStatus
+from penstock.storage.leases import Lease, new_driver_lease_key
+from penstock.storage.report import live
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.store import Store
+from penstock.storage.web.page_server import PageServer
+
+HOSTILE = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script><!-- \u2028 & \" '"
+KEYS = RunKeys("r")
+needs_browser = pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with the run `r`: two rounds, an evaluation."""
+    for module, name in ((live, "RECORDS_SECONDS"), (commit_feed, "LISTING_SECONDS"), (watch, "LIST_SECONDS")):
+        monkeypatch.setattr(module, name, 0.0)
+    store = Store(str(tmp_path / "store"))
+    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 2, score=(0,))
+    return store
+
+
+def write_status(store: Store, **fields: Any) -> None:
+    values = {"at": time.time(), "start": 0, "host": "node", "pid": 1} | fields
+    store.replace(KEYS.status, RunStatus(**values).model_dump_json().encode())
+
+
+def running_status(**fields: Any) -> dict[str, Any]:
+    now = time.time()
+    return {
+        "activities": [
+            {"title": "rollout, round 3", "stage": "rollout", "since": now - 9},
+            {"title": "train, round 2", "stage": "train", "since": now - 20},  # committed since then
+            {"title": "rollout, round 3: samples", "stage": "rollout", "since": now - 8, "done": 3, "total": 8},
+        ],
+        "phases": [{"lane": "engines", "phase": "publish", "index": 2, "start": now - 12, "end": now - 10}],
+        "engines": "2 engines at version 2",
+        "machine": {
+            "at": [now - 5, now - 4], "system/cpu_utilization_percentage": [20.0, 20.0],
+            "system/system_memory_usage_megabytes": [4000.0, 4000.0],
+            "system/gpu_0_utilization_percentage": [None, 90.0], "system/gpu_0_memory_usage_megabytes": [None, 60000.0],
+        },
+        "messages": [
+            {"at": now - 4, "level": "warning", "text": f"the gradient is zero {HOSTILE}"},
+            {"at": now - 3, "level": "info", "text": "engine 1 died; restarting"},
+        ],
+    } | fields  # fmt: skip
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def ask(pages: WatchedRuns, path: str, **query: str) -> Any:
+    content = pages.respond(path, query)
+    return None if content is None else json.loads(content[1]) if content[0] == "application/json" else content
+
+
+def test_list_has_all_runs_of_all_stores(store: Store, tmp_path: Path) -> None:
+    other = Store(str(tmp_path / "other"))
+    make_run(other, config_of(other, tmp_path / "data.jsonl", "second"), 1)
+    make_run(other, config_of(other, tmp_path / "data.jsonl", "bad"), 0)
+    other.replace(RunKeys("bad").record, b"{")
+    record_start(store, KEYS, Start())
+    write_status(store)
+    runs = {row["run"]: row for row in ask(WatchedRuns([store, other]), "api/runs")["runs"]}
+    assert (runs["r"]["state"], runs["r"]["rounds"], runs["r"]["store"]) == ("running", "2 of 9", 0)
+    assert (runs["second"]["state"], runs["second"]["store"]) == ("waiting", 1)
+    assert runs["bad"]["state"] == "damaged"
+
+
+@pytest.mark.parametrize(
+    "path, query",
+    [
+        ("api/run", {"run": "../r"}), ("api/run", {"run": "ghost"}), ("api/run", {}), ("api/run", {"run": ""}),
+        ("api/run", {"run": "r", "store": "1"}), ("api/run", {"run": "r", "store": "-1"}),
+        ("api/run", {"run": "r", "store": "x"}), ("api/samples", {"run": "ghost"}),
+        ("api/run", {"run": "r/rollouts"}), ("../page.py", {}), ("page.py", {}), ("report.js", {}), ("/etc/passwd", {}),
+        ("..%2fpage.py", {}), ("static/../page.css", {}), ("api", {}),
+    ],
+)  # fmt: skip
+def test_nothing_but_the_pages_and_the_runs_is_served(store: Store, path: str, query: dict[str, str]) -> None:
+    assert WatchedRuns([store]).respond(path, query) is None
+
+
+def test_samples_are_those_of_the_newest_rollout(store: Store) -> None:
+    pages = WatchedRuns([store])
+    assert ask(pages, "api/run", run="r")["header"]["newest_rollout"] == 1
+    samples = ask(pages, "api/samples", run="r")
+    assert samples["round"] == 1 and samples["num_samples"] == 6 and samples["statuses"][1] == "completed"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_link_is_printed_to_a_terminal_and_otherwise_written_to_a_private_file(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(watch.signal, "pause", lambda: None)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert watch.main(["r", "--store", store.root]) == 0
+    path = Path(out.getvalue().split()[-1])
+    assert "/open/" not in out.getvalue() and path.stat().st_mode & 0o777 == 0o600
+    assert "/open/" in path.read_text() and path.read_text().endswith("?run=r")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert watch.main(["--store", store.root]) == 0
+    assert terminal.getvalue().startswith("watch  http://127.0.0.1:") and "/open/" in terminal.getvalue()
+
+
+def test_taken_port_is_refused(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    with PageServer(lambda path, query: None) as other:
+        assert main(["watch", "--port", str(other.server_port), "--store", store.root]) == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_run_serves_its_page_in_a_terminal_and_names_the_command_elsewhere(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with serving_run(store, "r") as line:
+        assert line.endswith(f"watch r --store {store.root}") and "http" not in line
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    with serving_run(store, "r") as line:
+        assert line.startswith("http://127.0.0.1:") and line.endswith("?run=r")
+
+
+# ---- in a terminal ---------------------------------------------------------------------------------------------------
+
+
+def test_panel_shows_a_run_of_another_process(store: Store) -> None:
+    lease = Lease(store, new_driver_lease_key(KEYS))
+    record_start(store, KEYS, Start())
+    write_status(store, **running_status())
+    remote = RemotePanel(store, KEYS, "post_train")
+    remote.refresh()
+    text = "\n".join(line.plain for line in remote.panel.render(100, 40))
+    assert remote.state.kind == "running"
+    for part in (
+        "2/9 rounds",
+        "rollout, round 3: samples",
+        "3/8",
+        "reward",
+        "sums 0.000",
+        "GPU 90%",
+        "2 engines",
+        "a response",
+    ):
+        assert part in text
+    write_status(store, phase="stopping trainer and engines")
+    remote.refresh()
+    assert "stopping trainer and engines" in "\n".join(line.plain for line in remote.panel.render(100, 40))
+    lease.release()
+
+
+def test_terminal_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    record_start(store, KEYS, Start())
+    record_end(store, KEYS, 0, "STOPPED")
+    assert watch_in_terminal(store, KEYS) == 0
+    assert "r: 2 of 9 rounds, stopped" in terminal.getvalue()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(OptionError, match="--terminal"):
+        watch_in_terminal(store, KEYS)
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(store: Store, tmp_path: Path) -> Iterator[Page]:
+    """The page of a run that is running, whose newest round has hostile samples, opened by its link."""
+    lease = Lease(store, new_driver_lease_key(KEYS))
+    record_start(store, KEYS, Start(engine_devices=2, trainer_devices=1))
+    commit_hostile_round(store, 2)
+    write_status(store, **running_status())
+    with PageServer(WatchedRuns([store]).respond) as server, browser(tmp_path) as page:
+        for domain in ("Runtime", "Network", "Log"):
+            page.call(f"{domain}.enable")
+        page.open(server.link("run=r"))
+        page.wait_for("document.documentElement.dataset.ready === 'run'")
+        page.wait_for("document.querySelector('#learning canvas') !== null")
+        yield page
+        page.evaluate("1")  # reads the events up to now
+        methods = {event["method"] for event in page.events}
+        assert not {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"} & methods, page.events
+        requests = [e["params"]["request"]["url"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
+        origin = f"http://127.0.0.1:{server.server_port}"
+        own = [url for url in requests if url.startswith(f"{origin}{server.directory}")]
+        rest = {url for url in requests if url not in own and not url.startswith("data:")}
+        assert rest == {server.link("run=r")} and page.evaluate("window.attacked") is None
+    lease.release()
+
+
+def commit_hostile_round(store: Store, r: int) -> None:
+    samples = [
+        Sample(
+            sample_id=f"{r}-{k}", group_id=f"g{k}", trajectory_id=f"{r}-{k}", rollout_id=r, prompt="p", label=HOSTILE,
+            response=HOSTILE, token_ids=[1, 2, 3], loss_mask=[0, 1, 1], rollout_logprobs=[0.0, -0.5, -2.5],
+            reward=k / 8, status=Status.COMPLETED, policy_versions=(r, r),
+        )
+        for k in range(8)
+    ]  # fmt: skip
+    fields = {"kind": "rollout", "run": "r", "index": r, "policy_version": r, "summary": {"rollout/raw_reward": 0.75}}
+    commit_samples(store, KEYS.rollout_prefix(r), samples, seconds={"generate": 5.0}, **fields)
+    step = Commit(kind="step", run="r", index=r, policy_version=r + 1, summary={"train/entropy_loss": 0.5})
+    step.inputs = {"rollout": commit_key(KEYS.rollout_prefix(r))}
+    store.commit(KEYS.step_prefix(r), step)
+
+
+def text_of(page: Page, selector: str) -> str:
+    return page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
+
+
+@needs_browser
+def test_page_shows_what_happens_now(opened: Page) -> None:
+    now = text_of(opened, "#now")
+    assert "train" not in now and now.count("rollout") == 1
+    assert "rollout, round 3: samples" in now and "3 of 8, 5 waiting or running" in now and "2 engines" in now
+    assert text_of(opened, "h1 .state") == "running" and "3 of 9" in text_of(opened, "#header")
+    assert "round 2: reward 0.75" in text_of(opened, "#learning") and "sums 0" in text_of(opened, "#learning")
+    assert "entropy 0.5" in text_of(opened, "#policy") and "GPU memory" in text_of(opened, "#machine")
+    plot = "document.querySelector('#lanes .plot')"
+    opened.evaluate(f"{plot}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
+    assert text_of(opened, "#lanes .readout").startswith("rollout, round 3: samples (running): ")
+
+
+@needs_browser
+def test_hostile_text_is_shown_as_text(opened: Page) -> None:
+    opened.evaluate("document.querySelector('#samples').scrollIntoView()")
+    opened.wait_for("document.querySelectorAll('#samples .card').length === 6")
+    assert HOSTILE.replace("\u2028", "") in text_of(opened, "#samples").replace("\n", "").replace("\u2028", "")
+    assert "the gradient is zero </script><img" in text_of(opened, "#messages .warnings")
+    assert opened.evaluate("document.querySelector('main img, main script')") is None
+    time.sleep(0.2)  # an injected image would have failed to load by now; `opened` checks that none did
+    assert "among the best: reward 0.875" in text_of(opened, "#samples")
+    colours = "[...document.querySelectorAll('#samples .token')].slice(0, 3).map(node => node.style.backgroundColor)"
+    by_logprob = opened.evaluate(colours)
+    assert by_logprob[1] != by_logprob[2]
+    opened.evaluate(
+        "{const node = document.querySelector('#samples select'); node.value = 'mask';"
+        "node.dispatchEvent(new Event('change'));}"
+    )
+    by_mask = opened.evaluate(colours)
+    assert by_mask[0] == "transparent" and by_mask[1] == by_mask[2] != "transparent"
+
+
+@needs_browser
+def test_page_follows_the_run_and_sees_its_end(opened: Page, store: Store, tmp_path: Path) -> None:
+    commit_hostile_round(store, 3)
+    config = config_of(store, tmp_path / "data.jsonl")
+    score_one(store, KEYS, config, 3, reward=0.5)
+    record_end(store, KEYS, 0, "FAILED")
+    opened.wait_for("document.querySelector('h1 .state').innerText === 'ended'")
+    opened.wait_for("document.querySelector('#learning').innerText.includes('policy version 3: sums 0.5')")
+    assert "has failed" in text_of(opened, "#now") and "penstock resume r" in text_of(opened, "#now")
+    assert "4 of 9" in text_of(opened, "#header") and "round 3: reward" in text_of(opened, "#learning")
+
+
+@needs_browser
+def test_page_fits_a_phone(opened: Page) -> None:
+    opened.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
+    opened.wait_for("innerWidth <= 390")
+    opened.wait_for("document.querySelector('#learning canvas').clientWidth < 370")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@needs_browser
+def test_list_of_runs_links_to_the_run(opened: Page) -> None:
+    opened.evaluate("document.querySelector('#header a').click()")
+    opened.wait_for("document.querySelectorAll('main tbody tr').length === 1")
+    opened.evaluate("document.querySelector('main tbody a').click()")
+    opened.wait_for("document.documentElement.dataset.ready === 'run'")
+    assert text_of(opened, "h1").startswith("r")

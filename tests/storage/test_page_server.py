@@ -1,0 +1,134 @@
+"""The server of the live page: who gets an answer, and what the browser may do with it."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.storage.web.page_server import Content, PageServer, json_content
+
+SECRET = "what a page shows"
+
+
+def respond(path: str, query: dict[str, str]) -> Content | None:
+    if path == "fails":
+        raise RuntimeError("the disk is gone")
+    return json_content({"text": SECRET, "query": query}) if path in ("", "api/run") else None
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with PageServer(respond) as server:
+        yield server
+
+
+def request(
+    server: PageServer, path: str, *, method: str = "GET", logged_in: bool = True, **headers: str
+) -> tuple[int, dict[str, str], str]:
+    """Return status, headers and body of an answer. Names of headers have _ for -."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    cookie = {"Cookie": f"other=1; penstock={server.login}"} if logged_in else {}
+    connection.request(method, path, headers={**cookie, **{n.replace("_", "-"): v for n, v in headers.items()}})
+    answer = connection.getresponse()
+    out = answer.status, dict(answer.getheaders()), answer.read().decode()
+    connection.close()
+    return out
+
+
+def page(server: PageServer, path: str = "") -> str:
+    return server.directory + path
+
+
+def test_link_logs_in_and_opens_the_page(server: PageServer) -> None:
+    path = server.link("run=my-run&x=%22%3E").removeprefix(f"http://127.0.0.1:{server.server_port}")
+    status, headers, body = request(server, path, logged_in=False)
+    assert status == 200 and f"0;url={server.directory}?run=my-run&amp;x=%22%3E" in body
+    cookie = headers["Set-Cookie"]
+    assert cookie == f"penstock={server.login}; Path={server.directory}; HttpOnly; SameSite=Strict"
+    assert server.token not in cookie
+    assert SECRET in request(server, page(server), logged_in=False, Cookie=cookie.partition(";")[0])[2]
+
+
+@pytest.mark.parametrize(
+    "path, headers, status",
+    [
+        ("{page}", {}, 401),
+        ("{page}api/run", {"Cookie": "penstock=wrong"}, 401),
+        ("{page}api/run", {"Cookie": "penstock=\u00e4"}, 401),
+        ("/open/wrong", {}, 403),
+        ("/open/", {}, 403),
+        ("/", {}, 401),
+        ("/api/run", {}, 401),
+    ],
+)
+def test_request_without_the_login_gets_nothing(
+    server: PageServer, path: str, headers: dict[str, str], status: int
+) -> None:
+    found, headers, body = request(server, path.format(page=server.directory), logged_in=False, **headers)
+    assert found == status and SECRET not in body and "Set-Cookie" not in headers
+
+
+def test_cookie_alone_opens_nothing_outside_the_random_path(server: PageServer) -> None:
+    for path in ("/", "/api/run", "/x/api/run"):
+        assert request(server, path)[0] == 401
+
+
+@pytest.mark.parametrize("host", ["attacker.example", "127.0.0.1.attacker.example", "[::", "", "0.0.0.0"])
+def test_foreign_host_is_refused(server: PageServer, host: str) -> None:
+    status, _, body = request(server, page(server), Host=host)
+    assert status == 403 and SECRET not in body
+    status, headers, _ = request(server, f"/open/{server.token}", Host=host)
+    assert status == 403 and "Set-Cookie" not in headers
+
+
+@pytest.mark.parametrize("origin", ["http://attacker.example", "null", "http://127.0.0.1:1", "https://localhost:8000"])
+def test_foreign_origin_is_refused(server: PageServer, origin: str) -> None:
+    assert request(server, page(server), Host="localhost:8000", Origin=origin)[0] == 403
+
+
+def test_page_works_through_a_forward_with_another_port(server: PageServer) -> None:
+    assert request(server, page(server), Host="localhost:8000", Origin="http://localhost:8000")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
+def test_other_methods_are_refused(server: PageServer, method: str) -> None:
+    status, _, body = request(server, page(server), method=method)
+    assert status == 501 and SECRET not in body
+
+
+def test_head_has_no_body(server: PageServer) -> None:
+    status, headers, body = request(server, page(server), method="HEAD")
+    assert status == 200 and body == "" and int(headers["Content-Length"]) > 0
+
+
+def test_answers_forbid_inline_scripts_and_other_servers(server: PageServer) -> None:
+    for path in (page(server), page(server, "fails"), page(server, "missing"), "/", f"/open/{server.token}"):
+        _, headers, _ = request(server, path)
+        policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Cache-Control"] == "no-store"
+
+
+def test_failure_is_shown_and_the_server_continues(server: PageServer) -> None:
+    status, _, body = request(server, page(server, "fails"))
+    assert status == 500 and "the disk is gone" in body
+    assert request(server, page(server))[0] == 200 and request(server, page(server, "missing"))[0] == 404
+
+
+def test_server_listens_on_loopback_only_and_ends_with_its_block() -> None:
+    with PageServer(respond) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        port = server.server_port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_two_servers_have_other_secrets() -> None:
+    with PageServer(respond) as one, PageServer(respond) as two:
+        assert len({one.token, two.token, one.login, two.login, one.directory, two.directory}) == 6
+        assert request(two, two.directory, logged_in=False, Cookie=f"penstock={one.login}")[0] == 401
