@@ -42,7 +42,7 @@ from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 
-_NO_PAGE = "`make up` shows this run, also after its end"
+_NO_PAGE = "`penstock up` shows this run, also after its end"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loop of post_train.py over demonstrations, without engines. Each round trains
+"""Supervised fine-tuning: the loop of train.py over demonstrations, without engines. Each round trains
 on the next rows of the data set."""
 
 from typing import Annotated  # annotations are evaluated here: Prefect reads them from a copy of the function elsewhere

@@ -129,10 +129,11 @@ class StoreFull(StoreError):
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that differs from a word by a few letters, or the only one that continues it after a dash
-    or underscore, or None."""
+    """Return the known name that differs from a word by a few letters or by their order, or the only one that continues
+    it after a dash or underscore, or None."""
     names, text = list(known), word[:64]
     near = difflib.get_close_matches(text, names, n=1, cutoff=NEAR)
+    near = near or [name for name in names if sorted(name) == sorted(text)]
     longer = [name for name in names if name.startswith((f"{text}-", f"{text}_"))]
     if near:
         return near[0]

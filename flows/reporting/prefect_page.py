@@ -13,7 +13,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
 
@@ -42,8 +41,8 @@ from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
-from penstock.flows.terminal.lines import evaluation_rewards, training_rewards
-from penstock.storage.commit import Commit, RunKeys, attempt_in_path
+from penstock.flows.terminal.lines import evaluation_rewards, model_title, training_rewards
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact
@@ -113,12 +112,6 @@ _ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.
 def is_worth_a_line(record: logging.LogRecord) -> bool:
     """Return False for Prefect's line at the end of a successful task."""
     return record.levelno > logging.INFO or record.funcName != "log_finished_message"
-
-
-def model_title(path: str) -> str:
-    """Return a short name of a model: RUN/VERSION for the export or checkpoint of a run, else the directory's name."""
-    parts = (attempt_in_path(path) or "").split("/")
-    return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name
 
 
 class PrefectPage(Observer):

@@ -237,7 +237,7 @@ def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> Non
     shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
     rollouts = [commit for commit in commits if commit.kind == "rollout"]
     demonstrated = rollouts and rollouts[0].policy_version == -1 and DEBUG_DATA not in rollouts[0].inputs
-    flow = ("sft" if demonstrated else "post_train") if rollouts else "evaluate"
+    flow = ("sft" if demonstrated else "train") if rollouts else "evaluate"
     if not shared and plan.flow == flow and {commit.config_hash for commit in commits} == {config_hash(plan)}:
         return  # the commits were made with these options
     raise RunError(

@@ -37,16 +37,16 @@ from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.storage.errors import OptionError
 
-POOL = "penstock"  # the default work pool, served by the worker of `make up`
+POOL = "penstock"  # the default work pool, served by the worker of `penstock up`
 AUTOMATION = "penstock: flow runs without a sign of life are crashed"
 HEARTBEAT_TIMEOUT = timedelta(seconds=180)  # six heartbeats: more than an API outage of two minutes
 USAGE = """penstock deploy                       deploy all flows in prefect.yaml of this checkout
 penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--pool POOL] [--config FILE.toml] [options]
 
-  FLOW        post-train, sft, convert or evaluate, with the options of `penstock train`, sft, convert, eval
+  FLOW        train, sft, convert or evaluate, with the options of `penstock train`, sft, convert, eval
   --name      name of the deployment; an existing one of this name is replaced
   --cron      when to start it; add --num-rollout-per-start, or later starts have nothing left to train
-  --pool      work pool, created if missing (type process); default penstock, which the worker of `make up` serves
+  --pool      work pool, created if missing (type process); default penstock, which the worker of `penstock up` serves
 
 At most one run of a deployment is active at a time; the next one waits. Relative paths are resolved in the current
 directory."""
@@ -115,7 +115,7 @@ def deploy_all(address: str) -> int:
     if not source.exists():
         raise OptionError(
             f"{source} does not exist: without a checkout deploy one flow at a time, e.g. "
-            "penstock deploy post-train --name nightly"
+            "penstock deploy train --name nightly"
         )
     deployments = {}  # title -> entry of prefect.yaml
     for entry in yaml.safe_load(source.read_text(encoding="utf-8"))["deployments"]:
@@ -172,7 +172,7 @@ def parse_schedule(own: dict[str, str]) -> Any:
 
 
 def flow_module_name(flow: str) -> Flow:
-    """Return the flow of a name: `post-train` -> Flow.POST_TRAIN. Raises OptionError for an unknown flow."""
+    """Return the flow of a name: `train` -> Flow.TRAIN. Raises OptionError for an unknown flow."""
     try:
         return Flow(flow.replace("-", "_"))
     except ValueError:
@@ -233,5 +233,5 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
 
 
 def flow_names() -> list[str]:
-    """Return the names of the flows as Prefect and `penstock deploy` spell them (`post-train`)."""
+    """Return the names of the flows as Prefect and `penstock deploy` spell them (`train`)."""
     return [name.replace("_", "-") for name in Flow]

@@ -48,7 +48,7 @@ class RunRecord(Frozen):
     """run.json, which is written once, when a run is created."""
 
     record_version: Literal[1] = 1
-    flow: Literal["post_train", "sft", "evaluate"]
+    flow: Literal["train", "sft", "evaluate"]
     config: RecordedConfig  # with everything decided that the options leave open
     given: RecordedConfig  # the options that were given
     config_hash: str

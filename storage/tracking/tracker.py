@@ -114,7 +114,7 @@ def parse_record(line: dict[str, Any]) -> Record:
 
 
 def report_record_key(content: bytes) -> str:
-    """Return the key of the record of a report, the same for `penstock track`."""
+    """Return the key of the record of a report, the same for `penstock report --to`."""
     return f"report-{hashlib.sha256(content).hexdigest()[:16]}"
 
 

@@ -1,6 +1,6 @@
 """`penstock deploy` and scheduled runs with a real server, a real worker and real flow runs (SFT: no engine).
 
-The tests of access control use the same `make up`.
+The tests of access control use the same `penstock up`.
 """
 
 import base64
@@ -50,8 +50,8 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["post-trian", "--name", "x"], "unknown flow 'post-trian': did you mean post-train?"),
-        (["post-train"], "--name is missing"),
+        (["trian", "--name", "x"], "unknown flow 'trian': did you mean train?"),
+        (["train"], "--name is missing"),
         (["--cron", "0 2 * * *"], "takes the name of one flow"),
         (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is invalid"),
         (["sft", "--name", "x", "--timezone", "UTC"], "add --cron"),
@@ -81,10 +81,10 @@ def until(what: Callable[[], Any], log: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process, Path]]:
-    """`make up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
+    """`penstock up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
     home = tmp_path_factory.mktemp("up")
     shutil.copytree(prefect_home, home / "prefect")
-    command = [sys.executable, "-m", "penstock.flows.services.stack", "up", "--store", str(home / "store")]
+    command = [sys.executable, "-m", "penstock", "up", "--store", str(home / "store")]
     command += ["--prefect-port", "0", "--mlflow-port", "0"]
     log = home / "out"
     # also of the flow runs, which work in the folder of the deployment
@@ -108,12 +108,12 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def profile_of(log: Path) -> Path:
-    """The profile that `make up` has printed."""
+    """The profile that `penstock up` has printed."""
     return Path(re.findall(r"PREFECT_PROFILES_PATH=(\S+) PREFECT_PROFILE=penstock", log.read_text())[0])
 
 
 def mlflow_of(log: Path) -> tuple[str, dict[str, str]]:
-    """The URL of the MLflow that `make up` has started, and the header with its login."""
+    """The URL of the MLflow that `penstock up` has started, and the header with its login."""
     text = log.read_text()
     login = Path(re.findall(r"USER:PASSWORD in (\S+)", text)[0]).read_bytes()
     return re.findall(r"MLflow +(http://[^/]+)", text)[0], {
@@ -259,7 +259,7 @@ def test_printed_export_line_logs_the_prefect_command_in(
 ) -> None:
     [line] = re.findall(r"^ +(export PREFECT_PROFILES_PATH=.*)$", up[2].read_text(), re.MULTILINE)
     prefect = f"{shlex.quote(sys.executable)} -m prefect"
-    command = f"{prefect} deployment run post-train/default -p config='{{}}' --start-in '10 years'"
+    command = f"{prefect} deployment run train/default -p config='{{}}' --start-in '10 years'"
     assert deploy.deploy_all(up[0]) == 0
 
     def in_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -319,7 +319,7 @@ def test_deployment_has_pool_limit_parameters_and_schedule(
     [schedule] = made.schedules
     assert (schedule.active, schedule.schedule.cron, schedule.schedule.timezone) == (True, "0 2 * * *", "Europe/Berlin")
     automations = client.read_automations_by_name(deploy.AUTOMATION)
-    assert len(automations) == 1, "made twice"  # by `make up` and by `penstock deploy`
+    assert len(automations) == 1, "made twice"  # by `penstock up` and by `penstock deploy`
 
 
 @pytest.mark.integration
@@ -331,12 +331,12 @@ def test_deploy_all_keeps_an_existing_scheduled_deployment(
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(up[2].parent / "prefect"))
     assert deploy.deploy_all(up[0]) == 0  # the login is in this process's settings, by `client`
-    flows = ("post-train", "sft", "convert", "evaluate", "replay")
+    flows = ("train", "sft", "convert", "evaluate", "replay")
     assert all(client.read_deployment_by_name(f"{flow}/default").enforce_parameter_schema for flow in flows)
-    [template] = client.read_deployment_by_name("post-train/nightly").schedules
+    [template] = client.read_deployment_by_name("train/nightly").schedules
     assert not template.active
     assert client.read_deployment_by_name(deployed[0]).schedules[0].active
-    assert deploy.deployment_exists("post-train/nightly") and not deploy.deployment_exists("post-train/weekly")
+    assert deploy.deployment_exists("train/nightly") and not deploy.deployment_exists("train/weekly")
 
 
 @pytest.mark.integration
@@ -396,7 +396,9 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     source = store.committed(KEYS.rollout_prefix(3)).state["data_source"]  # type: ignore[union-attr]
     assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
     assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
-    assert statuses_in_mlflow(log) == ["FINISHED"], "the MLflow of `make up` shows the run, whose store is another one"
+    assert statuses_in_mlflow(log) == ["FINISHED"], (
+        "the MLflow of `penstock up` shows the run, whose store is another one"
+    )
     written = [path for root in (folder, log.parent) for path in root.rglob("*") if path.is_file()]
     assert len(written) > 20
     assert not [path for path in written if STORE_KEY.encode() in path.read_bytes()], "a secret was recorded"
@@ -406,7 +408,7 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
 
 
 def statuses_in_mlflow(log: Path) -> list[str]:
-    """The status of the scheduled run in the MLflow that `make up` shows."""
+    """The status of the scheduled run in the MLflow that `penstock up` shows."""
     root, basic = mlflow_of(log)
     api = f"{root}/api/2.0/mlflow"
     named = urllib.request.Request(f"{api}/experiments/get-by-name?experiment_name=penstock", headers=basic)

@@ -102,7 +102,7 @@ def test_end_of_a_session_is_recorded_and_frees_the_run(
     world: SimpleNamespace, error: BaseException | None, raised: type[BaseException] | None, outcome: str, status: str
 ) -> None:
     def run() -> None:
-        with open_session("post_train", world.config) as session:
+        with open_session("train", world.config) as session:
             assert len(drivers(world)) == 1 and session.run.num_rounds == 2
             assert [end for _, end in read_starts(world.store, KEYS)] == [None]
             if error is not None:
@@ -130,7 +130,7 @@ def test_failure_while_a_session_is_opened_frees_the_run(
 
     monkeypatch.setattr(sessions, name, fail)
     before = threading.active_count()
-    with pytest.raises(RunError, match="damaged"), open_session("post_train", world.config):
+    with pytest.raises(RunError, match="damaged"), open_session("train", world.config):
         pass
     assert drivers(world) == [] and threading.active_count() <= before
 
@@ -148,7 +148,7 @@ def test_observer_is_told_what_happens_in_the_order_of_the_rows(world: SimpleNam
         def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
             told.append(f"ended by {kind}")
 
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         session.observers.add(Listener())
         with session.running_stage("train", 1):
             pass
@@ -168,7 +168,7 @@ def test_observer_is_told_what_happens_in_the_order_of_the_rows(world: SimpleNam
 def test_stage_that_is_interrupted_is_not_reported_as_failed(
     world: SimpleNamespace, error: BaseException, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         with pytest.raises(type(error)), session.running_stage("train", 1):
             raise error
     assert f"· {note}" in capsys.readouterr().out
@@ -180,7 +180,7 @@ def test_a_run_prints_no_link_to_a_server_that_ends_with_it(
 ) -> None:
     monkeypatch.setattr(sessions, "OWN_SERVER", SimpleNamespace(is_set=lambda: ends_with_process))
     monkeypatch.setattr(sessions, "flow_run", SimpleNamespace(ui_url="http://server/runs/0d8c", id="0d8c"))
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         assert ("Prefect" in session.display.panel.links()) is not ends_with_process
 
 
