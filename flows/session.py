@@ -167,8 +167,9 @@ class Session:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def end(self, kind: type[BaseException] | None) -> None:
-        """Stop the processes, and record the end of this start, by an exception of class `kind` or normally."""
+    def end(self, error: BaseException | None) -> None:
+        """Stop the processes, and record the end of this start, by an exception or normally."""
+        kind = None if error is None else type(error)
         stop_signals.begin_cleanup()
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
@@ -187,9 +188,9 @@ class Session:
         self.processes.stop()
         self.display.close()
         try:
-            self.run.record_end(kind, joules)
-        except (StoreError, OSError) as error:  # for instance a full disk
-            self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
+            self.run.record_end(error, joules)
+        except (StoreError, OSError) as problem:  # for instance a full disk
+            self.display.note(f"the end of this start is not recorded ({problem}); its costs end with its last commit")
 
 
 @contextmanager
@@ -207,7 +208,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
                 try:
                     yield session
                 except BaseException as error:
-                    session.end(type(error))
+                    session.end(error)
                     raise
                 session.end(None)
             if any(delivery.num_waiting() for delivery in tracking.deliveries):

@@ -12,6 +12,7 @@ from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.rollouts import rollouts
+from penstock.flows.runtime.retries import retried
 from penstock.flows.session import open_session
 
 
@@ -22,6 +23,7 @@ from penstock.flows.session import open_session
     on_failure=[report_end],
     on_crashed=[report_end],
 )
+@retried
 def train(config: PostTrainConfig) -> State[None]:
     """Train a policy by reinforcement learning.
 

@@ -39,6 +39,7 @@ from penstock.flows.reporting.observer import Observer
 from penstock.flows.runtime.child_process import http_answers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
+from penstock.flows.runtime.retries import TAG
 from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
 from penstock.flows.terminal.lines import evaluation_rewards, model_title, training_rewards
@@ -125,6 +126,7 @@ class PrefectPage(Observer):
         self.report = report
         self._commits: list[Commit] | None = None
         self._id: UUID | None = None  # of the artifact
+        self._retry = ""  # "retry 1 of 3, ", if the automation of --retries has made this start
 
     def on_results(self, commits: list[Commit]) -> None:
         self._commits = commits
@@ -140,21 +142,23 @@ class PrefectPage(Observer):
         logging.getLogger("prefect.task_runs").addFilter(is_worth_a_line)
         commits, flow_run_id = read_commits(run.store, run.keys), UUID(flow_run.id)
         self.display.add_earlier(commits)
-        self._publish("running", commits)
         try:
             with get_client(sync_client=True) as client:
                 # Not tags of the task runs: for each tag of a task run Prefect calls the server.
                 existing = client.read_flow_run(flow_run_id).tags
                 client.update_flow_run(flow_run_id, tags=sorted({*existing, *tags}))
+                retry = next((tag.removeprefix(TAG) for tag in existing if tag.startswith(TAG)), "")
+                self._retry = f"retry {retry.replace('/', ' of ')}, " if retry else ""
             crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
         except HTTPError as error:
             self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+        self._publish(f"{self._retry}running", commits)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
             commits = self._commits or read_commits(self.run.store, self.run.keys)
-            self._publish(describe_progress(commits, self.run.started_at), commits)
+            self._publish(self._retry + describe_progress(commits, self.run.started_at), commits)
 
     def _publish(self, progress: str, commits: list[Commit]) -> None:
         """Create the artifact, or replace its content."""
