@@ -46,9 +46,8 @@ SHORT: dict[str, ShortHelp] = {
             "training": "--advantage-estimator --lr --num-steps-per-rollout",
             "GPUs": f"{_GPUS} {_ENGINES}",
             "evaluation": "--eval-prompt-data --eval-interval",
-            "generation during training": "--async-buffer-size --async-mode --max-staleness",
         },
-        "penstock train --dry-run checks the options and prints the plan; penstock doctor --plan estimates GPU memory.",
+        "--async-buffer-size 1 generates while a round is trained; --dry-run checks the options and prints the plan.",
     ),
     "sft": ShortHelp(
         "Trains a model on demonstrations: rows with messages, of which the assistant's are trained. No engine starts. "
@@ -101,7 +100,7 @@ def short_help(command: str) -> str:
             lines += [f"  {flag:<{width}}  {wrapped[0].lstrip()}", *wrapped[1:]]
     lines += ["", *_wrap(text.see_also)] if text.see_also else []
     num_options = len(fields)
-    other = f"penstock {command} --help WORD finds options, --help-all lists all {num_options}. {_PROGRAMS}"
+    other = f"penstock {command} --help-all lists all {num_options} options, --help WORD finds some. {_PROGRAMS}"
     return "\n".join([*lines, *_wrap(other)])
 
 

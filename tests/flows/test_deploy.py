@@ -455,7 +455,7 @@ def test_killed_flow_run_is_run_again_at_three_stages(
     ).split()
     penstock_deploy(up[2], tmp_path, words)
     parameters = client.read_deployment_by_name("train/killed").parameters
-    assert len([*list_leaves(parameters)]) == 19, "what was given, not all options"
+    assert len([*list_leaves(parameters)]) == 18, "what was given, not all options"
     fire(client, "train/killed")
     for point in ("rollout-after-upload", "train-mid-step", "eval-generating"):
         kill_flow_run_at(point, up)
