@@ -134,7 +134,7 @@ def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixt
         except PenstockError as error:
             pytest.fail(f"{snippet}: penstock {' '.join(words)}: {error}")
         return
-    cli.main([command, *(word for word in argv if word in ("--rescore", "--compare")), "--help"])
+    cli.main([command, *(word for word in argv if word in ("--rescore", "--compare", "--cost", "--to")), "--help"])
     known = {"--config", *flags.penstock_flags(), *re.findall(r"--[a-z-]+", capsys.readouterr().out)}
     used = {word.partition("=")[0] for word in argv if word.startswith("--")}
     assert {flag for flag in used - known if not flag.startswith(flags.engine_prefixes())} == set(), (
