@@ -52,7 +52,7 @@ _MAX_SHOWN = 5  # refused records that are printed
 def main(argv: list[str]) -> int:
     """Run the command. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
-    to = own["--to"]
+    to = own["--to"]  # without it, `penstock report` writes a page
     if to not in TRACKERS:
         raise OptionError(f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}")
     if "--tracking-uri" in own and to != "mlflow":

@@ -227,7 +227,6 @@ def test_expired_checkpoints_are_told_again(store: Store) -> None:
 def test_track_refuses_invalid_requests(store: Store, tmp_path: Path) -> None:
     where = ["--store", store.root]
     for words, message in (
-        (["r"], "needs --to"),
         (["r", "--to", "comet"], "found comet"),
         (["--to", "mlflow"], "names of runs"),
         (["r", "--all", "--to", "mlflow"], "names of runs"),
