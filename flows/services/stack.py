@@ -102,7 +102,7 @@ def up_main(argv: list[str]) -> int:
     ports = {name: parse_integer(f"--{name}-port", flags[f"--{name}-port"][-1]) if f"--{name}-port" in flags else None
              for name in ("prefect", "mlflow")}  # fmt: skip
     prefect_port = choose_port("prefect", ports["prefect"], PREFECT_PORT)
-    databases = {}  # store -> tracking URI
+    databases: dict[str, str] = {}  # store -> tracking URI
     try:
         for path in flags.get("--store") or [default_store()]:
             store = Store(path, probe=False)
@@ -111,7 +111,7 @@ def up_main(argv: list[str]) -> int:
                 update_artifact_paths(Path(databases[store.uri].removeprefix("sqlite:///")), TrackedRun.experiment)
     except sqlite3.OperationalError as error:
         raise OptionError(f"--store {path}: its MLflow database cannot be read ({error})") from error
-    mlflow_ports = {}  # store -> port of our server
+    mlflow_ports: dict[str, int] = {}  # store -> port of our server
     for store_uri, database in databases.items():
         if not database.startswith("http"):
             requested = None if mlflow_ports and ports["mlflow"] else ports["mlflow"]
