@@ -48,7 +48,7 @@ docs: setup  ## build the documentation site in site/; a dead link or anchor is 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 up: setup  ## start Prefect server, worker and MLflow UI on loopback; prints the links
-	@$(BIN)/python -m penstock.flows.services.stack up $(if $(STORE),--store $(STORE))
+	@$(BIN)/penstock up $(if $(STORE),--store $(STORE))
 
 bench: setup  ## measure the time of each stage of a round, and the throughput of the rollout stage against the bare engine
 	@$(BIN)/python benchmarks/run.py

@@ -65,7 +65,7 @@ def main() -> None:
 def make_run(store: Store, num_rounds: int, num_samples: int) -> RunKeys:
     """Write a synthetic run, which is running, to the store."""
     words = ["--run", "bench", "--store", str(store.root), "--hf-checkpoint", "model", "--num-rollout", "99999"]
-    keys = open_run(store, resolve("post_train", parse_config([*words, "--prompt-data", "data.jsonl"]), store))
+    keys = open_run(store, resolve("train", parse_config([*words, "--prompt-data", "data.jsonl"]), store))
     record_start(store, keys, Start())
     random = Random(0)
     for r in range(num_rounds):

@@ -47,7 +47,7 @@ def main() -> None:
         config = tiny_config(root, rounds=12, save_interval=4)
         from penstock.flows.runtime.runner import run_flow
 
-        assert run_flow("post_train", config) == 0
+        assert run_flow("train", config) == 0
         measure_recovery(config, options.versions)
 
 

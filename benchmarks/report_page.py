@@ -74,7 +74,7 @@ def make_run(store: Store, num_samples: int) -> None:
     """Write a synthetic run with `num_samples` samples to the store."""
     num_rounds = -(-num_samples // (GROUPS * GROUP_SIZE))
     words = ["--run", "bench", "--store", str(store.root), "--hf-checkpoint", "model", "--num-rollout", str(num_rounds)]
-    keys = open_run(store, resolve("post_train", parse_config([*words, "--prompt-data", "data.jsonl"]), store))
+    keys = open_run(store, resolve("train", parse_config([*words, "--prompt-data", "data.jsonl"]), store))
     rng = random.Random(0)
     for r in range(num_rounds):
         samples = [make_sample(rng, r, k) for k in range(min(GROUPS * GROUP_SIZE, num_samples))]

@@ -82,7 +82,7 @@ def print_round_breakdown(root: Path, rounds: int) -> None:
     from penstock.flows.runtime.runner import run_flow
 
     config = tiny_config(root, run={"run": "bench", "store": str(root / "store"), "num_rollout": rounds})
-    assert run_flow("post_train", config) == 0
+    assert run_flow("train", config) == 0
     store, keys = open_store(config.run), RunKeys("bench")
     published = read_publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
     medians = median_seconds([round_seconds(store, keys, r, published) for r in range(WARM_UP_ROUNDS, rounds)])

@@ -28,43 +28,55 @@ from penstock.storage.secrets import redact
 Command = Callable[[list[str]], int]  # arguments -> exit code
 
 _LAUNCH_SCRIPTS = "\n".join(
-    f"  import-{name}   make a recipe from a {name} launch script:  penstock import-{name} run.sh [--output FILE.toml]"
+    f"  import-{name}  make a recipe from a {name} launch script:  penstock import-{name} run.sh [--output FILE.toml]"
     for name in TRAINERS
 )
 USAGE = f"""usage: penstock COMMAND [options]
 
+start
   demo      make a tiny model and train it in all stages, a few minutes on a laptop
-  train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
-  train-async   the same loop; rollouts are generated while earlier ones are trained (--async-buffer-size, default 1)
+  train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export; with
+            --async-buffer-size or --async-mode streaming, rollouts are generated while earlier ones are trained
   sft       the same loop over demonstrations (no engine)
-{_LAUNCH_SCRIPTS}
-  convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
-  export    write a checkpoint of a run for others:  penstock export RUN/20 --format hf|megatron --output DIR
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
             --compare RUN/20 RUN/40 compares two policy versions
+  convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
   resume    continue a run after its last committed stage:  penstock resume RUN [--store URI]
-  replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
-  promote   make a policy the champion of a model if it is better:  penstock promote RUN/20 --to MODEL --data-set NAME
-  rm        remove a run:  penstock rm RUN
   fork      start a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
-  verify    check every hash, reference and sample of a run:  penstock verify RUN
-  gc        list files that are no longer needed; --delete removes them
-  deploy    register the flows on a Prefect server, optionally with a schedule
+{_LAUNCH_SCRIPTS}
+
+look
   runs      list the runs of the stores around the working directory, or of one store
   watch     show runs while they run, in a browser or with --terminal:  penstock watch RUN
-  show      print a run on one screen, with the curves of its rounds:  penstock show RUN
-  cost      print device-seconds by stage, round and checkpoint, and the price:  penstock cost RUN
-  lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
+  show      print a run on one screen, with the curves of its rounds:  penstock show RUN; --cost prints device-seconds
+            by stage, round and checkpoint, and the price
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
   query     run SQL over samples, metrics and evaluations:  penstock query "select ..."
-  report    write one HTML page about a run, with curves and samples:  penstock report RUN [--output FILE]
-  track     send runs to MLflow, TensorBoard or W&B again, from the store:  penstock track RUN --to mlflow
+  lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
+  report    write one HTML page about a run:  penstock report RUN; --to TRACKER sends runs to MLflow, TensorBoard
+            or W&B again, from the store
+
+keep
+  export    write a checkpoint of a run for others:  penstock export RUN/20 --format hf|megatron --output DIR
+  promote   make a policy the champion of a model if it is better:  penstock promote RUN/20 --to MODEL --data-set NAME
+  verify    check every hash, reference and sample of a run:  penstock verify RUN
+  replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
+  rm        remove a run:  penstock rm RUN
+  gc        list files that are no longer needed; --delete removes them
+
+operate
+  up        start Prefect, a worker and MLflow on this machine, and print their links; --detach in the background
+  down      end what `penstock up` has started
+  deploy    register a flow on a Prefect server, with a schedule and restarts after crashes
+
+set up
   setup     install what the wheel cannot install by itself, for CPU or CUDA; continues after an interruption
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
-`penstock train --dry-run` (also train-async, sft, eval, resume) checks a run and prints its plan; it starts nothing.
-`penstock COMMAND --help` explains a command, `penstock train --help-all` lists every option. `--config FILE.toml` reads
-them from a file; --verbose shows Prefect's log lines, and the traceback of an error."""
+`penstock train --dry-run` (also sft, eval, resume) checks a run and prints its plan; it starts nothing.
+`penstock COMMAND --help` explains a command, `penstock train --help WORD` finds the options about something, and
+`penstock train --help-all` lists all. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
+lines, and the traceback of an error."""
 
 _OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # a missing one is a bug of Penstock
 # user errors, even without a file name
@@ -144,22 +156,19 @@ def _module_command(name: str, prefix: str = "") -> Command:
     return call
 
 
-def run_eval_command(argv: list[str]) -> int:
-    """Run `penstock eval`. With --rescore or --compare run that command on stored evaluations instead of the flow."""
-    of_stored = {"--rescore", "--compare"} & {argument.partition("=")[0] for argument in argv}
-    command = _module_command("commands.stored_evals") if of_stored else _flow_command("eval")
-    return command(argv)
+def _or_with_flag(command: Command, other: Command, *flags: str) -> Command:
+    """Return a command that calls `other` if one of the flags is given."""
+    return lambda argv: (other if {*flags} & {word.partition("=")[0] for word in argv} else command)(argv)
 
 
 COMMANDS: dict[str, Command] = {
     "demo": _module_command("commands.demo"),
     "train": _flow_command("train"),
-    "train-async": _flow_command("train-async"),
     "sft": _flow_command("sft"),
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
-    "eval": run_eval_command,
+    "eval": _or_with_flag(_flow_command("eval"), _module_command("commands.stored_evals"), "--rescore", "--compare"),
     "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
@@ -167,21 +176,23 @@ COMMANDS: dict[str, Command] = {
     "rm": _module_command("commands.maintenance", "rm"),
     "verify": _module_command("commands.maintenance", "verify"),
     "gc": _module_command("commands.maintenance", "gc"),
+    "up": _module_command("services.stack", "up"),
+    "down": _module_command("services.stack", "down"),
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("inspect.run_views", "runs"),
     "watch": _module_command("inspect.watch"),
-    "show": _module_command("inspect.run_views", "show"),
+    "show": _or_with_flag(
+        _module_command("inspect.run_views", "show"), _module_command("inspect.run_views", "cost"), "--cost"
+    ),
     "lineage": _module_command("inspect.lineage_trees"),
-    "cost": _module_command("inspect.run_views", "cost"),
     "samples": _module_command("inspect.read_samples"),
     "query": _module_command("inspect.sql_query"),
-    "report": _module_command("inspect.report"),
-    "track": _module_command("inspect.track"),
+    "report": _or_with_flag(_module_command("inspect.report"), _module_command("inspect.track"), "--to"),
     "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }
 _TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # commands that take the options of a run
-RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
+RESUMABLE = ("demo", "train", "sft", "convert", "eval", "resume")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import short_repr
-from penstock.flows.options.refused import REFUSED
+from penstock.flows.options.refused import OTHER_NAMES, REFUSED
 from penstock.flows.options.values import check_value
 from penstock.flows.run_config import RunConfig
 from penstock.stages.convert.config import ConvertConfig
@@ -42,7 +42,7 @@ MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe 
 class Flow(StrEnum):
     """The flows. The value is the name of the flow's module in flows/."""
 
-    POST_TRAIN = "post_train"
+    TRAIN = "train"
     SFT = "sft"
     EVALUATE = "evaluate"
     CONVERT = "convert"
@@ -55,12 +55,12 @@ class Flow(StrEnum):
     @property
     def trains(self) -> bool:
         """Return whether the flow has a trainer."""
-        return self in (Flow.POST_TRAIN, Flow.SFT)
+        return self in (Flow.TRAIN, Flow.SFT)
 
     @property
     def generates(self) -> bool:
         """Return whether the flow has engines."""
-        return self in (Flow.POST_TRAIN, Flow.EVALUATE)
+        return self in (Flow.TRAIN, Flow.EVALUATE)
 
     @property
     def has_rollouts(self) -> bool:
@@ -517,7 +517,9 @@ def describe_unknown_option(where: list[str]) -> str:
         return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {_KNOWN}"
     if reason := REFUSED.get(flag_of_field(name)):
         return f"[{section}] {name} is not supported: {reason}"
-    near = nearest_name(name.replace("-", "_"), SECTIONS[section].model_fields if section in SECTIONS else {})
+    other_name = OTHER_NAMES.get(name.replace("_", "-"), "").replace("--", "").replace("-", "_").replace(" ", " or ")
+    known = SECTIONS[section].model_fields if section in SECTIONS else {}
+    near = other_name or nearest_name(name.replace("-", "_"), known)
     owners = [other for other, option_name, _ in list_options() if option_name == name]
     owners += [path for path, switch in SWITCHES.items() if switch == flag_of_field(name)]
     hint = f"; it belongs to [{owners[0]}]" if owners else ": `penstock train --help-all` lists them"

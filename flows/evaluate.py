@@ -7,6 +7,7 @@ from prefect import State, flow
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.reporting.prefect_page import report_end
+from penstock.flows.runtime.retries import retried
 from penstock.flows.session import open_session
 
 
@@ -17,6 +18,7 @@ from penstock.flows.session import open_session
     on_failure=[report_end],
     on_crashed=[report_end],
 )
+@retried
 def evaluate(config: PostTrainConfig) -> State[None]:
     """Score a Hugging Face checkpoint.
 

@@ -58,7 +58,9 @@ def main(argv: list[str]) -> int:
         print(f"  {condition}")
     policy = decision.candidate or decision.champion
     if policy and (problem := update_mlflow_registry(store, model, policy.run)):
-        print(f"MLflow does not show this decision yet ({problem}): `penstock track {policy.run} --to mlflow` sends it")
+        print(
+            f"MLflow does not show this decision yet ({problem}): `penstock report {policy.run} --to mlflow` sends it"
+        )
     return 1 if decision.action == "refused" else 0
 
 

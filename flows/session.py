@@ -43,7 +43,7 @@ from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 
-_NO_PAGE = "`make up` shows this run, also after its end"
+_NO_PAGE = "`penstock up` shows this run, also after its end"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
 
 
@@ -177,8 +177,9 @@ class Session:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def end(self, kind: type[BaseException] | None) -> None:
-        """Stop the processes, and record the end of this start, by an exception of class `kind` or normally."""
+    def end(self, error: BaseException | None) -> None:
+        """Stop the processes, and record the end of this start, by an exception or normally."""
+        kind = None if error is None else type(error)
         stop_signals.begin_cleanup()
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
@@ -196,10 +197,10 @@ class Session:
         self.processes.stop()
         self.display.close()
         try:
-            self.run.record_end(kind, joules)
-        except (StoreError, OSError) as error:  # for instance a full disk
+            self.run.record_end(error, joules)
+        except (StoreError, OSError) as problem:  # for instance a full disk
             self.display.note(
-                f"the end of this start is not recorded ({error}); its costs are counted up to its last commit"
+                f"the end of this start is not recorded ({problem}); its costs are counted up to its last commit"
             )
 
 
@@ -218,7 +219,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
                 try:
                     yield session
                 except BaseException as error:
-                    session.end(type(error))
+                    session.end(error)
                     raise
                 session.end(None)
             if any(delivery.num_waiting() for delivery in session.tracking.deliveries):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loop of post_train.py over demonstrations, without engines. Each round trains
+"""Supervised fine-tuning: the loop of train.py over demonstrations, without engines. Each round trains
 on the next rows of the data set."""
 
 from typing import Annotated  # real annotations, not strings: Prefect could not resolve strings
@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig, with_sft_loss
 from penstock.flows.reporting.prefect_page import report_end
+from penstock.flows.runtime.retries import retried
 from penstock.flows.session import open_session
 
 
@@ -19,6 +20,7 @@ from penstock.flows.session import open_session
     on_failure=[report_end],
     on_crashed=[report_end],
 )
+@retried
 def sft(config: Annotated[PostTrainConfig, BeforeValidator(with_sft_loss)]) -> State[None]:
     """Fine-tune on demonstrations: prompts with responses, from --prompt-data.
 

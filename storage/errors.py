@@ -117,7 +117,7 @@ class StoreError(PenstockError, RuntimeError):
 
 
 class TrackerError(PenstockError, RuntimeError):
-    """An experiment tracker is not available, or failed when `penstock track` sent a run to it."""
+    """An experiment tracker is not available, or failed when `penstock report --to` sent a run to it."""
 
     code = "tracker"
 
@@ -129,10 +129,12 @@ class StoreFull(StoreError):
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the name in `known` that is most similar to the misspelled `word`. If none is similar, return the only
-    name that begins with `word` and a dash or underscore (`lr-decay` -> `lr-decay-style`), or None."""
+    """Return the name in `known` that is most similar to the misspelled `word`, or has its letters in another order. If
+    there is none, return the only name that begins with `word` and a dash or underscore (`lr-decay` ->
+    `lr-decay-style`), or None."""
     names, text = list(known), word[:64]
     near = difflib.get_close_matches(text, names, n=1, cutoff=NEAR)
+    near = near or [name for name in names if sorted(name) == sorted(text)]
     longer = [name for name in names if name.startswith((f"{text}-", f"{text}_"))]
     if near:
         return near[0]

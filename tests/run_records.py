@@ -9,7 +9,7 @@ from penstock.storage.history.run_record import ParentRecord, RunRecord
 
 def run_record(**fields: Any) -> RunRecord:
     """The record of a run, by default of `penstock train` with no options."""
-    values = {"flow": "post_train", "config": {}, "config_hash": "", "directory": "/", "code_version": "", "id": "1"}
+    values = {"flow": "train", "config": {}, "config_hash": "", "directory": "/", "code_version": "", "id": "1"}
     given = fields.get("config", {})
     return RunRecord.model_validate({**values, "created_at": 0.0, "given": given, **fields})
 

@@ -44,7 +44,7 @@ def main() -> int:
     shutil.rmtree(options.directory / RUN, ignore_errors=True)  # the store of an earlier measurement
     arguments = train_arguments(options.directory, options.model, RUN)
     config = parse_config([*arguments, "--num-rollout", str(options.rounds), *options.train_options])
-    if code := run_flow("post_train", config):
+    if code := run_flow("train", config):
         return code
     store, keys = open_store(config.run), RunKeys(RUN)
     published = read_publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))

@@ -190,7 +190,7 @@ def draw_staleness() -> None:
         p.box(x + 66, 76, 62, 30, f"train {i}", color=BLUE)
     p.text(20, 62, "engines", anchor="start", size=12, color=TEAL)
     p.text(20, 96, "trainer", anchor="start", size=12, color=BLUE)
-    p.text(20, 140, "one ahead (train-async): staleness 1 from round 1", anchor="start", bold=True)
+    p.text(20, 140, "one ahead (--async-buffer-size 1): staleness 1 from round 1", anchor="start", bold=True)
     for i in range(5):
         x = 70 + i * 80
         p.box(x, 154, 74, 30, f"gen {i}", color=TEAL)

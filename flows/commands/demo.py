@@ -1,6 +1,6 @@
 """`penstock demo`: train a model of 402,176 parameters on arithmetic, on this machine, with the real engines and flows.
 
-The demo creates its own model and data (flows/commands/demo_model.py), runs the `sft` flow, then the `post_train` flow
+The demo creates its own model and data (flows/commands/demo_model.py), runs the `sft` flow, then the `train` flow
 on the model that SFT exported. Both are ordinary runs of recipes (configs/recipes/demo-*.toml), so the same command
 resumes a demo that was stopped at any point.
 """
@@ -127,7 +127,7 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     grpo = recipe_config(
         "grpo", directory, export_directory(sft), data / "train.jsonl", seed, run=rounds, eval=evaluation
     )
-    if code := run_flow("post_train", grpo):
+    if code := run_flow("train", grpo):
         return code
     print(
         f"\nThe demo took {time.monotonic() - start_time:.0f} s. The same command resumes it; "

@@ -225,7 +225,7 @@ PROTECTIONS = (
     ("ray::", "Ray token; none on torch's TCPStore", "RAY_AUTH_TOKEN"),
     ("ray/", "Ray token", "RAY_AUTH_TOKEN"),
 )
-OURS = {"penstock", "penstock.flows.cli", "penstock.flows.services.stack"}  # modules started with `python -m`
+OURS = {"penstock", "penstock.flows.cli"}  # modules started with `python -m`
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
 
 
 def penstock_processes_of_this_user() -> list[psutil.Process]:
-    """Return this user's `penstock` processes: commands and `make up`."""
+    """Return this user's `penstock` processes: commands and `penstock up`."""
     me = psutil.Process().uids().real
     roots = []
     for process in psutil.process_iter():
@@ -282,13 +282,11 @@ def is_penstock_command(command: list[str]) -> bool:
 
 
 def describe_command(command: list[str]) -> str:
-    """Return the subcommand and the run's name of a `penstock` command line: "train my-run"; "make up" for the
-    services, and the program's name for any other command."""
+    """Return the subcommand and the run's name of a `penstock` command line: "train my-run"; the program's name for any
+    other command."""
     start = next((number for number, word in enumerate(command[:4]) if is_penstock_command([word])), None)
     if start is None:
         return Path(command[0]).name if command else "?"
-    if command[start].endswith("stack"):
-        return "make up"
     words = command[start + 1 :]
     named = words[words.index("--run") + 1 :] if "--run" in words else words[1:]
     return " ".join([*words[:1], *(word for word in named[:1] if not word.startswith("-"))])

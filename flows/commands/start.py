@@ -1,5 +1,5 @@
-"""The commands that start a flow: `penstock train`, `train-async`, `sft`, `eval`, and `resume`, which continues a run
-with its recorded configuration."""
+"""The commands that start a flow: `penstock train`, `sft`, `eval`, and `resume`, which continues a run with its
+recorded configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.flows.config import PostTrainConfig, validate_config, with_sft_loss
 from penstock.flows.options.argv import parse_run_argument, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
-from penstock.flows.options.help import flow_usage, full_help, short_help
+from penstock.flows.options.help import flow_usage, full_help, search_help, short_help
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.errors import OptionError
 
@@ -19,21 +19,17 @@ RESUME_USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
   Options of placement and memory are not recorded: give them again at the next start. --dry-run checks the run
   and prints its plan."""
 
-FLOWS = {"train": "post_train", "train-async": "post_train", "sft": "sft", "eval": "evaluate"}  # command -> its flow
+FLOWS = {"train": "train", "sft": "sft", "eval": "evaluate"}  # command -> its flow
 
 
 def start_flow(command: str, argv: list[str]) -> int:
-    """Parse the arguments of a command of FLOWS into a config and start its flow. Return the exit code.
-
-    `penstock train-async` is `penstock train` with one rollout ahead of the trainer, unless --async-buffer-size or
-    --async-mode says otherwise.
-    """
+    """Parse the arguments of a command of FLOWS into a config and start its flow. Return the exit code."""
     if {"--help", "-h", "--help-all"} & {*argv}:
-        print(full_help(command, flow_usage(command)) if "--help-all" in argv else short_help(command))
+        word = argv[argv.index("--help") + 1 :][:1] if "--help" in argv else []
+        every = full_help(command, flow_usage(command)) if "--help-all" in argv else ""
+        print(every or (search_help(command, word[0]) if word else short_help(command)))
         return 0
     values = parse_values([argument for argument in argv if argument != "--dry-run"])
-    if command == "train-async" and (run := values.setdefault("run", {})).get("async_mode") != "streaming":
-        run.setdefault("async_buffer_size", 1)
     config = validate_config(with_sft_loss(values) if command == "sft" else values)
     return run_or_plan(FLOWS[command], config, dry="--dry-run" in argv)
 

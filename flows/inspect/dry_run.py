@@ -1,4 +1,4 @@
-"""`penstock train --dry-run` (also train-async, sft, eval, resume): check a run and print its plan, without starting or
+"""`penstock train --dry-run` (also sft, eval, resume): check a run and print its plan, without starting or
 writing anything.
 
 Checks that need a file which does not exist on this machine are left out. The last line names these files, or says that

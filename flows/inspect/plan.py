@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     values = parse_values(rest)
     distribute_gpus(values, own)
     config = validate_config(values)
-    flow = Flow.SFT if config.train.loss_type == "sft_loss" else Flow.POST_TRAIN
+    flow = Flow.SFT if config.train.loss_type == "sft_loss" else Flow.TRAIN
     config = resolve(flow, config, open_store(config.run, probe=False), counts_rows=False)
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")

@@ -37,7 +37,9 @@ USAGE = f"""penstock report RUN [--output FILE] [--max-samples N] [--store URI .
   costs and configuration. The page needs no other file and no network. Changes nothing in the store.
 
   --output        the file to write (default: RUN.html); an existing file is replaced only if it is such a report
-  --max-samples   show a selection of at most N samples (default: {DEFAULT_MAX_SAMPLES:,}), spread over all rounds"""
+  --max-samples   show a selection of at most N samples (default: {DEFAULT_MAX_SAMPLES:,}), spread over all rounds
+
+  `penstock report --to --help` explains how to send runs to MLflow, TensorBoard or W&B again."""
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`penstock runs`, `show` and `cost`: a table of runs, a run on one screen, and the cost of a run. Writes nothing."""
+"""`penstock runs`, `show` and `show --cost`: a table of runs, a run on one screen, and its costs. Writes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from rich.text import Text
 
@@ -20,8 +21,15 @@ from penstock.flows.runtime.runs import (
     open_store,
     read_existing_record,
 )
-from penstock.flows.terminal.console import TerminalConsole, print_table
-from penstock.flows.terminal.lines import COLUMNS, format_duration, format_with_interval, short_exponent, sparkline
+from penstock.flows.terminal.console import print_table, wide_console
+from penstock.flows.terminal.lines import (
+    COLUMNS,
+    format_duration,
+    format_with_interval,
+    model_title,
+    short_exponent,
+    sparkline,
+)
 from penstock.storage.commit import Commit, RunKeys, eval_rewards
 from penstock.storage.errors import PenstockError, RunError
 from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
@@ -99,12 +107,14 @@ def row_of_run(store: Store, keys: RunKeys) -> list[str]:
 
 # ---- penstock show ---------------------------------------------------------------------------------------------------
 
-SHOW_USAGE = """penstock show RUN [--store URI ...]
+SHOW_USAGE = """penstock show RUN [--cost] [--store URI ...]
 
   Prints a run on one screen: state, curves of its rounds, evaluations, checkpoints, starts. Without --store, the run is
-  looked for in the stores around the working directory. Changes nothing."""
+  looked for in the stores around the working directory. Changes nothing. `penstock show --cost --help` explains what
+  --cost prints."""
 
 MAX_CURVE = 60  # characters
+MIN_CURVE = 10
 _MAX_STARTS = 5  # newest starts that are printed
 
 
@@ -133,10 +143,10 @@ def print_run(store: Store, keys: RunKeys) -> None:
         state = "its starts were not recorded" if commits else "not started"
     resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
     parent = record.parent
-    rows: dict[str, str | Text] = {
+    rows: dict[str, str | Curve] = {
         "run": f"{keys.run}  ({record.flow})" + (f", a fork of {parent.run} at {parent.at}" if parent else ""),
         "store": store.uri,
-        "model": str(record.config["convert"]["hf_checkpoint"]),
+        "model": model_title(record.config["convert"]["hf_checkpoint"]),
         "state": f"{num_done} of {num_rounds} rounds, {state}{resume}",
         **curve_rows(commits, read_logged_metric(store, keys, "perf/update_weights_time")),
         **evaluation_rows(commits),
@@ -147,19 +157,35 @@ def print_run(store: Store, keys: RunKeys) -> None:
     lines = [*rows.items()]
     lines += [("" if number else "starts", text) for number, text in enumerate(start_lines(starts, bool(drivers)))]
     width = max(len(title) for title, _ in lines) + 2
-    console = TerminalConsole(soft_wrap=True, highlight=False)
-    for title, text in lines:
-        console.print(Text.assemble((f"{title:<{width}}", "dim"), text))
+    console = wide_console()
+    for title, content in lines:
+        text = content if isinstance(content, str) else content.fit(console.width - width)
+        console.print(Text.assemble((f"{title:<{width}}", "dim"), text), soft_wrap=True)
     location = f"--store {shlex.quote(store.uri)}"
-    console.print(
-        Text(f"\n{penstock_command()} samples {keys.run} {location}   (also report, cost, lineage)", style="dim")
-    )
+    advice = f"\n{penstock_command()} samples {keys.run} {location}   (also report, lineage)"
+    console.print(Text(advice, style="dim"), soft_wrap=True)
 
 
-def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -> dict[str, Text]:
+@dataclass(frozen=True)
+class Curve:
+    """Numbers that are drawn, and what is said of them, the longest text first."""
+
+    numbers: Sequence[float]
+    texts: Sequence[str]
+
+    def fit(self, width: int) -> Text:
+        """Return the curve and the first text that fits beside it, at most `width` columns wide if one does."""
+        least = min(len(self.numbers), MIN_CURVE)
+        text = next((text for text in self.texts if least + 2 + len(text) <= width), self.texts[-1])
+        size = max(least, min(MAX_CURVE, width - 2 - len(text)))
+        return Text.assemble((sparkline(self.numbers, size), "green"), f"  {text}")
+
+
+def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -> dict[str, Curve]:
     """Return a curve for each number in the printed line of a round (docs/metrics.md) that is not constant, and one for
-    the seconds of weight update, rollout and training: label -> curve, first and last number. `update_seconds`: round
-    -> seconds of the weight update after it, which the next round's time includes."""
+    the seconds of weight update, rollout and training: label -> curve, first and last number. From 20 rounds on, each
+    is the moving average over a tenth of the rounds. `update_seconds`: round -> seconds of the weight update after it,
+    which the next round's time includes."""
     numbers: dict[int, dict[str, float]] = {}
     for commit in sorted(commits, key=lambda commit: commit.index):
         if commit.kind in ("rollout", "step"):
@@ -171,14 +197,19 @@ def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -
     rows = {}
     for label, metrics, style in [*((c.label, c.metrics, c.style) for c in COLUMNS), ("seconds", ("seconds",), ".1f")]:
         of_rounds = [next((n[name] for name in metrics if name in n), None) for _, n in sorted(numbers.items())]
-        curve = [value for value in of_rounds if value is not None]
+        values_of_rounds = [value for value in of_rounds if value is not None]
+        window = max(1, len(values_of_rounds) // 10)
+        ends = range(window, len(values_of_rounds) + 1)
+        curve = [fmean(values_of_rounds[end - window : end]) for end in ends]
         texts = [short_exponent(format(value, style)) for value in curve]
         if len({*texts}) > 1 or (texts and label == "reward"):
-            rows[label] = Text.assemble((sparkline(curve, MAX_CURVE), "green"), f"  {texts[0]} -> {texts[-1]}")
+            change = f"{texts[0]} -> {texts[-1]}"
+            averages = [f"{change}  (averages of {window} rounds)"] if label == "reward" and window > 1 else []
+            rows[label] = Curve(curve, [*averages, change])
     return rows
 
 
-def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
+def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
     """Return the rewards of the evaluations, then of the rescored ones: kind and data set -> curve, and number by
     policy version."""
     scores: dict[tuple[str, str], list[Commit]] = {}
@@ -187,10 +218,12 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
             scores.setdefault((commit.listed_kind, name), []).append(commit)
     rows = {}
     for (kind, name), evaluated in scores.items():
-        rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
         texts = [f"{format_with_interval(c.summary, f'eval/{name}')} (version {c.index})" for c in evaluated]
-        shown = texts if len(texts) <= 4 else [texts[0], "...", *texts[-2:]]
-        rows[f"{kind} {name}"] = Text.assemble((sparkline(rewards, MAX_CURVE), "green"), f"  {', '.join(shown)}")
+        shorter = [[texts[0], "...", *texts[-2:]], [texts[0], "...", texts[-1]]] if len(texts) > 2 else []
+        choices = [", ".join(each) for each in [*([texts] if len(texts) <= 4 else []), *shorter]]
+        rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
+        choices += [f"{rewards[0]:.3f} -> {texts[-1]}"] if len(rewards) > 1 else []
+        rows[f"{kind} {name}"] = Curve(rewards, [*choices, f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"])
     return rows
 
 
@@ -218,9 +251,9 @@ def start_lines(starts: Sequence[tuple[Start, StartEnd | None]], is_running: boo
     return lines
 
 
-# ---- penstock cost ---------------------------------------------------------------------------------------------------
+# ---- penstock show --cost --------------------------------------------------------------------------------------------
 
-COST_USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI ...]
+COST_USAGE = """penstock show RUN --cost [--rounds] [--price NUMBER] [--json] [--store URI ...]
 
   Prints the device-seconds of every stage and of idle time, and the energy of the GPUs where it was measured. Devices
   are GPUs; without GPUs, the trainer's processes and the engines. On each device, stages and idle time add up to the
@@ -233,11 +266,11 @@ COST_USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store 
 
 
 def cost_main(argv: list[str]) -> int:
-    """Run `penstock cost`. Return 0."""
-    positional, own, rest = split_args(argv, {"--rounds": False, "--json": False, "--price": True})
-    run = parse_run_argument("cost", positional)
+    """Run `penstock show --cost`. Return 0."""
+    positional, own, rest = split_args(argv, {"--cost": False, "--rounds": False, "--json": False, "--price": True})
+    run = parse_run_argument("show --cost", positional)
     price = parse_number("--price", own["--price"]) if "--price" in own else None
-    store = open_store(parse_store_options(rest, "cost"), probe=False)
+    store = open_store(parse_store_options(rest, "show --cost"), probe=False)
     costs = compute_costs(store, keys_of_existing_run(store, run))
     if "--json" in own:
         print(json.dumps(asdict(costs) | {"metrics": costs.metrics(price)}, indent=1))

@@ -1,4 +1,4 @@
-"""`penstock track RUN --to TRACKER`: send a run's commits to a tracker again, from the store alone."""
+"""`penstock report RUN --to TRACKER`: send a run's commits to a tracker again, from the store alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.storage.tracking.tracker import (
 from penstock.storage.tracking.trackers import TRACKERS, TrackerOptions, tracked_run
 from penstock.storage.web.login import page_link
 
-USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
+USAGE = """penstock report RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
 
   Sends the commits of runs to a tracker again, from the store alone: after a tracker's database was lost, or to another
   server. The command can be repeated. Changes nothing in the store, except files of a tracker if they are in the store.
@@ -52,9 +52,9 @@ _MAX_SHOWN = 5  # refused records that are printed
 def main(argv: list[str]) -> int:
     """Run the command. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
-    to = own.get("--to", "")
+    to = own["--to"]  # without it, `penstock report` writes a page
     if to not in TRACKERS:
-        raise OptionError(f"penstock track needs --to {'|'.join(TRACKERS)}; found {to or 'no --to'}")
+        raise OptionError(f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}")
     if "--tracking-uri" in own and to != "mlflow":
         raise OptionError(f"--tracking-uri has no effect with --to {to}: leave it out")
     of_tracker = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     given = parse_values(argv_of[True]).get("run", {})
     if "--tracking-uri" in own:
         given["mlflow_tracking_uri"] = own["--tracking-uri"]
-    store = open_store(parse_store_options(argv_of[False], "track"), probe=False)
+    store = open_store(parse_store_options(argv_of[False], "report --to"), probe=False)
     runs = _runs(store, names, all_runs="--all" in own)
     refused = [send_run(store, RunKeys(name), to, given) for name in runs]
     return 1 if any(refused) else 0
@@ -103,7 +103,7 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
 def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
     """Return the names of the runs to send, the oldest first, so that a tracker receives a run before its forks."""
     if all_runs == bool(names):
-        raise OptionError("penstock track needs the names of runs, or --all instead; `penstock runs` lists them")
+        raise OptionError("penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them")
     runs = [check_run_name(name) for name in names]
     if all_runs:
         runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]

@@ -30,6 +30,7 @@ from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import (
     ACCEPTED,
+    OTHER_NAMES,
     check_listed_flag,
     is_listed,
     log_once,
@@ -287,13 +288,16 @@ def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
     hint = did_you_mean(name, known) or ": `penstock train --help-all` lists them"
     if name == "--dry-run":
-        hint = ": train, train-async, sft, eval and resume have it"
+        hint = ": train, sft, eval and resume have it"
     return f"unknown flag {short_repr(name)[1:-1]}{hint}"
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return `: did you mean X?`, or an empty string if no known word is near."""
+    """Return `: did you mean X?`, or an empty string if no known word is near. The flags of a run are also suggested
+    for what other trainers call them."""
     plain = {name.lstrip("-"): name for name in known}
+    if "--lr" in known:
+        plain = {name: " or ".join(flags.split()) for name, flags in OTHER_NAMES.items()} | plain
     near = nearest_name(word.lstrip("-"), plain)
     return f": did you mean {plain[near]}?" if near else ""
 

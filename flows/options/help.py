@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
+from penstock.flows.options.refused import OTHER_NAMES
 from penstock.storage.config import field_meta
 
 WIDTH = 118  # columns
@@ -46,19 +47,7 @@ SHORT: dict[str, ShortHelp] = {
             "GPUs": f"{_GPUS} {_ENGINES}",
             "evaluation, checkpoints": "--eval-prompt-data --eval-interval --save-interval",
         },
-        "penstock train --dry-run checks the options and prints the plan; penstock doctor --plan estimates GPU memory.",
-    ),
-    "train-async": ShortHelp(
-        "Trains like `penstock train`, while the next rollouts are generated. Without --async-mode streaming, one "
-        "rollout is ahead of the trainer (--async-buffer-size 1).",
-        "penstock train-async --config my-run.toml --run my-run --async-mode streaming --max-staleness 2",
-        {
-            "asynchronous": "--async-mode --async-buffer-size --max-staleness --update-weights-interval "
-            "--pause-generation-mode --eval-mode",
-            "corrections": "--use-tis --tis-clip --use-rollout-logprobs --mask-offpolicy-in-partial-rollout",
-            "run": _RUN,
-        },
-        "All options of penstock train are options of train-async as well.",
+        "--async-buffer-size 1 generates while a round is trained; --dry-run checks the options and prints the plan.",
     ),
     "sft": ShortHelp(
         "Trains a model on demonstrations: rows with messages; the assistant's messages are trained. No engine starts. "
@@ -110,8 +99,27 @@ def short_help(command: str) -> str:
             wrapped = _wrap(about, " " * (width + 4))
             lines += [f"  {flag:<{width}}  {wrapped[0].lstrip()}", *wrapped[1:]]
     lines += ["", *_wrap(text.see_also)] if text.see_also else []
-    num_options = sum(1 for _ in list_options())
-    return "\n".join([*lines, *_wrap(f"penstock {command} --help-all lists all {num_options} options. {_PROGRAMS}")])
+    num_options = len(fields)
+    other = f"penstock {command} --help-all lists all {num_options} options, --help WORD finds some. {_PROGRAMS}"
+    return "\n".join([*lines, *_wrap(other)])
+
+
+def search_help(command: str, word: str) -> str:
+    """Return the --help text of `penstock COMMAND --help WORD`: the options that have a word in their name, in another
+    trainer's name for them, or in their description, the first ones first."""
+    wanted = re.sub(r"[\W_]+", "-", word.lower()).strip("-")
+    found: list[tuple[int, str]] = []  # where the word is, text
+    for _, name, field in list_options():
+        flag = flag_of_field(name)
+        others = [other for other, ours in OTHER_NAMES.items() if flag in ours.split()]
+        names = " ".join([flag, *field_meta(field).aliases, *others])
+        description = " ".join((field.description or "").split())
+        if wanted in names or wanted in re.sub(r"[\W_]+", "-", description.lower()):
+            rank = 0 if wanted in flag else 1 if wanted in names else 2
+            found.append((rank, "\n".join([f"  {flag}{_default(field)}", *_wrap(description, " " * 6)])))
+    found.sort(key=lambda each: each[0])
+    title = f"{len(found)} options of penstock {command} about {word!r}:" if found else f"no option is about {word!r}"
+    return "\n".join([title, *(text for _, text in found)])
 
 
 def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str:

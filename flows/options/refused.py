@@ -35,6 +35,39 @@ SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
     **{flag: (tuple(words.split()),) for flag, words in _OF_MEGATRON_LM.items()},
     **{flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()},
 }
+# Names of TRL, verl and Hugging Face -> our flags; they are only suggested, because their values differ.
+OTHER_NAMES = {
+    **dict.fromkeys(("learning-rate", "actor-lr"), "--lr"),
+    **dict.fromkeys(("batch-size", "train-batch-size", "num-prompts"), "--rollout-batch-size --global-batch-size"),
+    **dict.fromkeys(("per-device-train-batch-size", "mini-batch-size", "ppo-mini-batch-size"), "--global-batch-size"),
+    **dict.fromkeys(("epochs", "num-train-epochs", "total-epochs"), "--num-epoch"),
+    **dict.fromkeys(("steps", "max-steps", "total-training-steps", "rounds"), "--num-rollout"),
+    **dict.fromkeys(("model", "model-path", "model-name-or-path"), "--hf-checkpoint"),
+    **dict.fromkeys(("data", "dataset", "dataset-name", "train-data", "train-files"), "--prompt-data"),
+    **dict.fromkeys(("eval-dataset", "val-files", "test-data"), "--eval-prompt-data"),
+    **dict.fromkeys(("num-generations", "group-size", "num-samples"), "--n-samples-per-prompt"),
+    **dict.fromkeys(("max-new-tokens", "max-tokens", "max-completion-length"), "--rollout-max-response-len"),
+    **dict.fromkeys(("max-response-length", "response-length"), "--rollout-max-response-len"),
+    **dict.fromkeys(("max-prompt-length", "prompt-length"), "--rollout-max-prompt-len"),
+    **{name: f"--rollout-{name}" for name in ("temperature", "top-p", "top-k")},
+    **dict.fromkeys(("reward", "reward-fn", "reward-funcs", "reward-function"), "--rm-type --custom-rm-path"),
+    **dict.fromkeys(("algorithm", "adv-estimator"), "--advantage-estimator"),
+    **dict.fromkeys(("beta", "kl-coeff", "kl-loss"), "--kl-loss-coef --kl-coef"),
+    **dict.fromkeys(("epsilon", "clip-ratio", "cliprange"), "--eps-clip"),
+    **dict.fromkeys(("epsilon-high", "clip-ratio-high"), "--eps-clip-high"),
+    **dict.fromkeys(("max-grad-norm", "grad-clip"), "--clip-grad"),
+    **dict.fromkeys(("warmup", "warmup-steps", "lr-warmup-steps"), "--lr-warmup-iters"),
+    **dict.fromkeys(("save-steps", "save-freq"), "--save-interval"),
+    **dict.fromkeys(("eval-steps", "test-freq"), "--eval-interval"),
+    **dict.fromkeys(("name", "experiment-name"), "--run"),
+    **dict.fromkeys(("output-dir", "default-local-dir"), "--store"),
+    **dict.fromkeys(("gpus", "num-gpus", "n-gpus-per-node"), "--actor-num-gpus-per-node --rollout-num-gpus"),
+    **dict.fromkeys(("nnodes", "num-nodes"), "--actor-num-nodes"),
+    **dict.fromkeys(("gpu-memory-utilization", "vllm-gpu-memory-utilization"), "--sglang-mem-fraction-static"),
+    "report-to": "--use-wandb --use-tensorboard",
+    "lora-r": "--lora-rank",
+    **dict.fromkeys(("lr-scheduler", "lr-scheduler-type"), "--lr-decay-style"),
+}
 
 logger = logging.getLogger(__name__)
 

@@ -90,7 +90,9 @@ class Results(Observer):
             for record in read_cost_metrics(self.run.store, self.run.keys, price, self.run.start):
                 self.tracking.enqueue_metrics(record.key, record.metrics, record.step, record.at)
         except (StoreError, OSError) as error:
-            self.display.note(f"the costs of the run are not logged ({error}); `penstock cost {name}` shows them")
+            self.display.note(
+                f"the costs of the run are not logged ({error}); `penstock show {name} --cost` shows them"
+            )
         self.tracking.close("FAILED" if kind else "FINISHED", timeout=patience_after(kind) or DELIVERY_SECONDS)
         for delivery in self.tracking.deliveries:
             if waiting := delivery.num_waiting():

@@ -15,7 +15,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
 
@@ -42,9 +41,11 @@ from penstock.flows.reporting.observer import Observer
 from penstock.flows.runtime.child_process import http_answers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
+from penstock.flows.runtime.retries import TAG
 from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
-from penstock.storage.commit import Commit, RunKeys, attempt_in_path, evaluation_rewards, training_rewards
+from penstock.flows.terminal.lines import model_title
+from penstock.storage.commit import Commit, RunKeys, evaluation_rewards, training_rewards
 from penstock.storage.history.run_record import list_starts, read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact
@@ -118,12 +119,6 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or record.funcName != "log_finished_message"
 
 
-def model_title(path: str) -> str:
-    """Return a short name of a model: RUN/VERSION for the export or checkpoint of a run, else the directory's name."""
-    parts = (attempt_in_path(path) or "").split("/")
-    return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name
-
-
 class PrefectPage(Observer):
     """The pages of this flow run: its name and tags, and the artifact of the run, whose key all starts of the run
     share. A thread rewrites the artifact after commits. A failure is printed and does not fail the run."""
@@ -139,6 +134,7 @@ class PrefectPage(Observer):
         context = contextvars.copy_context()  # it has the address of the API
         self._thread = threading.Thread(target=context.run, args=(self._rewrite,), name="prefect-page", daemon=True)
         self._id: UUID | None = None  # of the artifact
+        self._retry = ""  # "retry 1 of 3, ", if the automation of --retries has made this start
 
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
         self._commits[key] = commit.model_copy(update={"state": {}})  # without the samples
@@ -157,16 +153,18 @@ class PrefectPage(Observer):
         committed, flow_run_id = read_committed(run.store, run.keys), UUID(flow_run.id)
         self.display.add_earlier([record.commit for record in committed])
         self._commits = {record.key: record.commit.model_copy(update={"state": {}}) for record in committed}
-        self._publish("running")
         try:
             with get_client(sync_client=True) as client:
                 # Not tags of the task runs: for each tag of a task run Prefect calls the server.
                 existing = client.read_flow_run(flow_run_id).tags
                 name = f"{run.keys.run} #{len(list_starts(run.store, run.keys)) + 1}"
                 client.update_flow_run(flow_run_id, name=name, tags=sorted({*existing, *tags}))
+                retry = next((tag.removeprefix(TAG) for tag in existing if tag.startswith(TAG)), "")
+                self._retry = f"retry {retry.replace('/', ' of ')}, " if retry else ""
             crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
         except HTTPError as error:
             self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+        self._publish(f"{self._retry}running")
         self._thread.start()
         return self
 
@@ -177,13 +175,13 @@ class PrefectPage(Observer):
                 if self._changed.is_set() and http_answers(f"{PREFECT_API_URL.value()}/health"):
                     self._changed.clear()
                     progress = describe_progress(list(self._commits.values()), self.run.started_at)
-                    self._publish(f"running: {progress}")
+                    self._publish(f"{self._retry}running: {progress}")
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._ends.set()
         self._thread.join(REPORT_TIMEOUT)  # a later rewrite would replace the results
         if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
-            self._publish(describe_progress(list(self._commits.values()), self.run.started_at))
+            self._publish(self._retry + describe_progress(list(self._commits.values()), self.run.started_at))
 
     def _publish(self, progress: str) -> None:
         """Create the artifact, or replace its content and its description `progress`."""

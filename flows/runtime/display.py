@@ -206,7 +206,7 @@ class Display:
                 **self.summary(commits),
                 "look closer": f"{penstock_command()} show {self.run} --store {store}",
                 "all runs": f"{penstock_command()} runs --store {store}",
-                "in a browser": f"make up STORE={store}   (Prefect and MLflow; prints the links)",
+                "in a browser": f"{penstock_command()} up --store {store}   (Prefect and MLflow; prints the links)",
             }
         )
         self._print(Text())

@@ -144,7 +144,7 @@ def check_login(address: str) -> None:
         if error.response.status_code in (401, 403):
             raise OptionError(
                 f"the Prefect API at {address} rejects the login of this process ({error.response.status_code}): run "
-                "the export line that `make up` prints (PREFECT_PROFILES_PATH), or set PREFECT_API_AUTH_STRING"
+                "the export line that `penstock up` prints (PREFECT_PROFILES_PATH), or set PREFECT_API_AUTH_STRING"
             ) from None
     except HTTPError:
         return  # the API stopped answering: `wait_for_api` waits for it

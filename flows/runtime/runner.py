@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.engines.cluster import check_ray_answers, translate_ray_errors
 from penstock.engines.scratch import temp_base_directory
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import Plan, PostTrainConfig
 from penstock.flows.options.argv import to_one_line
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.preflight import plan_of, preflight
@@ -65,6 +65,8 @@ def _run_in_prefect(name: str, config: PostTrainConfig, wait: Callable[[str], No
     ensure_prefect_api()
     wait("opening the run")
     observed = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name))
+    if isinstance(config, Plan):  # Prefect's page then shows the options that were given, not all
+        observed.flow.serialize_parameters = lambda parameters: {"config": config.given}
     try:
         observed.flow(config)
     except (TerminationSignal, Preempted):

@@ -53,7 +53,7 @@ from penstock.storage.history.run_record import (
 from penstock.storage.leases import Lease, describe_live_drivers, new_driver_lease_key
 from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
 from penstock.storage.preemption import Preempted
-from penstock.storage.secrets import mask_secrets
+from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store, committed_prefixes
 from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.tracking.trackers import tracking_uris
@@ -492,11 +492,12 @@ class ActiveRun:
         last = self.read_commit(self.keys.step_prefix(rounds - 1)).created_at if rounds else 0.0
         return f", killed after {format_time(max(start.at, last))}"
 
-    def record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
-        """Record that this start has ended, by an exception of class `kind` or normally."""
-        was_stopped = kind is not None and issubclass(kind, (Preempted, KeyboardInterrupt))
-        outcome = "FINISHED" if kind is None else "STOPPED" if was_stopped else "FAILED"
-        record_end(self.store, self.keys, self.start, outcome, joules)
+    def record_end(self, error: BaseException | None, joules: float | None) -> None:
+        """Record that this start has ended, by an exception or normally."""
+        was_stopped = isinstance(error, (Preempted, KeyboardInterrupt))
+        outcome = "FINISHED" if error is None else "STOPPED" if was_stopped else "FAILED"
+        reason = redact(f"{type(error).__name__}: {error}".partition("\n")[0])[:300] if outcome == "FAILED" else ""
+        record_end(self.store, self.keys, self.start, outcome, joules, reason)
 
 
 @contextmanager

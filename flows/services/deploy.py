@@ -15,13 +15,14 @@ import zoneinfo
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.deployments.runner import EntrypointType
-from prefect.events.actions import ChangeFlowRunState
+from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Cron
@@ -31,27 +32,33 @@ from prefect.workers.process import ProcessWorker
 from pydantic import ValidationError
 
 from penstock.flows.config import Flow, PostTrainConfig, check_secrets, validate_config, with_sft_loss
-from penstock.flows.options.argv import split_args
+from penstock.flows.options.argv import parse_integer, split_args
 from penstock.flows.options.flags import did_you_mean, parse_values
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.preflight import plan_of, preflight
+from penstock.flows.runtime.retries import RETRIES
 from penstock.storage.errors import OptionError
 
-POOL = "penstock"  # the default work pool, served by the worker of `make up`
+POOL = "penstock"  # the default work pool, served by the worker of `penstock up`
 AUTOMATION = "penstock: flow runs without a sign of life are crashed"
 HEARTBEAT_TIMEOUT = timedelta(seconds=180)  # six heartbeats: more than an API outage of two minutes
 USAGE = """penstock deploy                       deploy all flows in prefect.yaml of this checkout
-penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--pool POOL] [--config FILE.toml] [options]
+penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--retries N] [--pool POOL]
+                [--config FILE.toml] [options]
 
-  FLOW        post-train, sft, convert or evaluate, with the options of `penstock train`, sft, convert, eval
+  FLOW        train, sft, convert or evaluate, with the options of `penstock train`, sft, convert, eval
   --name      name of the deployment; an existing one of this name is replaced
   --cron      when to start it; add --num-rollout-per-start, or later starts have nothing left to train
-  --pool      work pool, created if missing (type process); default penstock, which the worker of `make up` serves
+  --retries   run it again after a crash or failure, from the last committed stage, at most N times in a row; invalid
+              input, and the same failure twice without a new commit, end it
+  --pool      work pool, created if missing (type process); default penstock, which the worker of `penstock up` serves
 
 At most one run of a deployment is active at a time; the next one waits. Relative paths are resolved in the current
 directory."""
 
-FIELDS = {"--name": True, "--cron": True, "--timezone": True, "--pool": True}
+FIELDS = {"--name": True, "--cron": True, "--timezone": True, "--pool": True, "--retries": True}
+RETRY_DELAY = timedelta(seconds=10)  # before a crashed flow run is started again
+LONGEST_RUN = timedelta(days=365)  # after which a crashed flow run is not retried
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -71,13 +78,16 @@ def main(argv: list[str]) -> int:
             f'penstock deploy {positional[0]} --name nightly --cron "0 2 * * *"'
         )
     schedule = parse_schedule(own)
+    retries = parse_integer("--retries", own.get("--retries", "0"))
+    if retries and not flow.has_run:
+        raise OptionError(f"--retries has no effect on {flow}, which has no run that can resume: leave it out")
     values = parse_values(rest)
     config = validate_config(with_sft_loss(values) if flow.has_demonstrations else values)
     check_secrets(config, allow_literal=False)
     # the deployment keeps the options as given: the first start of a run resolves them
     preflight(plan_of(flow, config))
     address = prefect_api.ensure_prefect_api()
-    title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
+    title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule, retries=retries)
     ensure_zombie_automation(address)
     print(f"deployed {title} at {address}" + (f", scheduled at {own['--cron']!r}" if schedule else ""))
     if schedule and flow.trains and config.run.num_rollout_per_start is None:
@@ -89,8 +99,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POOL, schedule: Any = None) -> str:
-    """Create or replace one deployment of a flow. Return its title, `flow/name`."""
+def deploy_one(
+    flow: str, name: str, config: PostTrainConfig, *, pool: str = POOL, schedule: Any = None, retries: int = 0
+) -> str:
+    """Create or replace one deployment of a flow and its automation. Return its title, `flow/name`."""
     ensure_pool(pool)
     function = getattr(importlib.import_module(f"penstock.flows.{flow}"), flow)
     deployment = function.to_deployment(
@@ -103,7 +115,7 @@ def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POO
         job_variables={"working_dir": str(Path.cwd()), "env": prefect_api.flow_run_environment()},
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    deployment.apply()
+    set_retry_automation(f"{function.name}/{name}", deployment.apply(), retries)
     return f"{function.name}/{name}"
 
 
@@ -116,7 +128,7 @@ def deploy_all(address: str) -> int:
     if not source.exists():
         raise OptionError(
             f"{source} does not exist: without a checkout deploy one flow at a time, e.g. "
-            "penstock deploy post-train --name nightly"
+            "penstock deploy train --name nightly"
         )
     deployments = {}  # title -> entry of prefect.yaml
     for entry in yaml.safe_load(source.read_text(encoding="utf-8"))["deployments"]:
@@ -173,9 +185,9 @@ def parse_schedule(own: dict[str, str]) -> Any:
 
 
 def flow_module_name(flow: str) -> Flow:
-    """Return the flow of a name: `post-train` -> Flow.POST_TRAIN. Raises OptionError for an unknown flow."""
+    """Return the flow of a name: `train` -> Flow.TRAIN. Raises OptionError for an unknown flow."""
     try:
-        return Flow(flow.replace("-", "_"))
+        return Flow(flow)
     except ValueError:
         known = flow_names()
         raise OptionError(
@@ -223,15 +235,50 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
     )
     message = f"no heartbeat for {after.total_seconds():.0f} s; the next start resumes after the last committed stage"
     crash = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)
-    automation = AutomationCore(name=name, trigger=trigger, actions=[crash])
-    with temporary_settings({PREFECT_API_URL: address}), get_client(sync_client=True) as client:
+    with temporary_settings({PREFECT_API_URL: address}):
+        replace_automation(name, AutomationCore(name=name, trigger=trigger, actions=[crash]))
+
+
+def set_retry_automation(title: str, deployment_id: UUID, retries: int) -> None:
+    """Create or update the automation that runs a deployment again when a flow run of it crashes or fails; remove it if
+    `retries` is 0. The new start decides whether it may go on (runtime/retries.py)."""
+    name = f"penstock: {title} is run again after a crash"
+    trigger = EventTrigger(
+        after={"prefect.flow-run.Running"},  # each flow run fires once, also if its state is set again
+        expect={"prefect.flow-run.Crashed", "prefect.flow-run.Failed"},
+        match={"prefect.resource.id": ["prefect.flow-run.*"]},
+        match_related={
+            "prefect.resource.role": "deployment",
+            "prefect.resource.id": f"prefect.deployment.{deployment_id}",
+        },
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=LONGEST_RUN,
+    )
+    again = RunDeployment(
+        source="selected",
+        deployment_id=deployment_id,
+        parameters=None,
+        job_variables={"env": {RETRIES: str(retries)}},
+        schedule_after=RETRY_DELAY,
+    )
+    replace_automation(name, AutomationCore(name=name, trigger=trigger, actions=[again]) if retries else None)
+
+
+def replace_automation(name: str, automation: AutomationCore | None) -> None:
+    """Create the automation of a name, or replace the existing one; None removes it."""
+    with get_client(sync_client=True) as client:
         existing = client.read_automations_by_name(name)
-        if existing:
+        if automation is None:
+            for each in existing:
+                client.delete_automation(each.id)
+        elif existing:
             client.update_automation(existing[0].id, automation)
         else:
             client.create_automation(automation)
 
 
 def flow_names() -> list[str]:
-    """Return the names of the flows as Prefect and `penstock deploy` spell them (`post-train`)."""
-    return [name.replace("_", "-") for name in Flow]
+    """Return the names of the flows."""
+    return list(map(str, Flow))

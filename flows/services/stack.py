@@ -1,24 +1,31 @@
-"""`make up`: the Prefect server, a worker and the MLflow UI on this machine's loopback, until Ctrl-C.
+"""`penstock up` and `penstock down`: the Prefect server, a worker and the MLflow UI of each store on this machine's
+loopback.
 
 Runs do not depend on these services: runs write to the store and to the databases of Prefect and MLflow, and the
-services show those databases. The three services are child processes that end with this process, even if it is killed.
-A service that dies is restarted.
+services show those databases. The services are child processes that end with `penstock up`, even if it is killed. A
+service that dies is restarted. up.json in this user's state directory says which process has started what.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import shlex
-import signal
 import sqlite3
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from signal import SIGKILL
 
 import httpx
+import psutil
 from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
+from penstock.flows.options.argv import parse_integer, short_repr
+from penstock.flows.options.flags import describe_unknown_flag, split_flags
+from penstock.flows.options.nearby_stores import find_nearby_stores
+from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.runtime.prefect_api import (
     PREFECT_PORT,
@@ -29,7 +36,9 @@ from penstock.flows.runtime.prefect_api import (
     profile_path,
 )
 from penstock.flows.services.deploy import POOL, ensure_zombie_automation
-from penstock.storage.errors import StoreError
+from penstock.storage.errors import OptionError
+from penstock.storage.preemption import Preempted
+from penstock.storage.secrets import redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_options import tracking_uri
 from penstock.storage.tracking.mlflow.mlflow_overview import VIEW_TAG, runs_url
@@ -38,67 +47,133 @@ from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
 MLFLOW_PORT = 5000
-STORES = ("penstock-store", "penstock-demo/store")  # default stores of the flows and of the demo
+STOP_TIMEOUT = 60.0  # seconds in which `penstock up` ends its services after SIGTERM
+UP_FLAGS = ("--store", "--detach", "--prefect-port", "--mlflow-port")
+
+UP_USAGE = f"""penstock up [--store URI ...] [--detach] [--prefect-port N] [--mlflow-port N]
+
+  Starts a Prefect server, a worker for deployments, and MLflow for each store, on this machine's loopback. Prints their
+  links, and ends them at Ctrl-C. If they run already, prints their links. Works from any directory.
+
+  --store         store whose MLflow database is shown; give it several times for several stores. Default: the store
+                  around the working directory that was used last
+  --detach        start them in the background; `penstock down` ends them
+  --prefect-port  default {PREFECT_PORT}, or any free port if that is taken
+  --mlflow-port   of the first store, default {MLFLOW_PORT}, or any free port if that is taken"""
+
+DOWN_USAGE = """penstock down
+
+  Ends the services that `penstock up` has started. Flow runs of its worker stop as after SIGTERM (--grace-period);
+  their next start resumes them. Other runs on this machine continue."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m penstock.flows.services.stack up`. Return the exit code: 0 after Ctrl-C, 1 if a service failed,
-    2 if an argument is invalid."""
-    parser = argparse.ArgumentParser(
-        prog="python -m penstock.flows.services.stack", description="Prefect server, worker and MLflow UI on loopback."
-    )
-    parser.add_argument("action", choices=["up"])
-    parser.add_argument(
-        "--store", help=f"store whose MLflow database is shown (default: last used of {', '.join(STORES)})"
-    )
-    parser.add_argument("--prefect-port", type=int, help=f"default {PREFECT_PORT}, or any free port if that is taken")
-    parser.add_argument("--mlflow-port", type=int, help=f"default {MLFLOW_PORT}, or any free port if that is taken")
-    options = parser.parse_args(argv)
-    databases = {store: Path(store) / "mlflow" / "mlflow.db" for store in STORES}
-    existing = [store for store in STORES if databases[store].exists()]
-    newest = max(existing, key=lambda store: databases[store].stat().st_mtime, default=STORES[0])
+@dataclass(frozen=True)
+class Up:
+    """The record of a running `penstock up`."""
+
+    pid: int
+    started_at: float  # of the process, as psutil says it
+    prefect_port: int
+    pages: dict[str, str]  # store -> address of its runs in MLflow
+    tracking: str | None  # where the worker's runs are tracked; None: each run in the database of its store
+
+
+def up_main(argv: list[str]) -> int:
+    """Run `penstock up`. Return the exit code: 0 after Ctrl-C, SIGTERM or `penstock down`, 1 if a service failed."""
+    flags: dict[str, list[str]] = {}
+    for name, values in split_flags(argv):
+        if name not in UP_FLAGS:
+            raise OptionError(describe_unknown_flag(name, UP_FLAGS))
+        if bool(values) == (name == "--detach"):
+            raise OptionError(f"{name} {'takes no value' if values else 'needs a value'}")
+        flags.setdefault(name, []).extend(values)
+    if (running := read_up()) is not None:
+        print(f"`penstock up` runs already (process {running.pid}); `penstock down` ends it")
+        print_links(running)
+        if missing := [
+            store for store in flags.get("--store", []) if Store(store, probe=False).uri not in running.pages
+        ]:
+            raise OptionError(
+                f"it does not show --store {missing[0]}: run `penstock down`, then `penstock up` with all"
+            )
+        return 0
+    if "--detach" in flags:
+        return detach([word for word in argv if word != "--detach"])
+    ports = {name: parse_integer(f"--{name}-port", flags[f"--{name}-port"][-1]) if f"--{name}-port" in flags else None
+             for name in ("prefect", "mlflow")}  # fmt: skip
+    prefect_port = choose_port("prefect", ports["prefect"], PREFECT_PORT)
+    databases: dict[str, str] = {}  # store -> tracking URI
     try:
-        prefect_port = choose_port("prefect", options.prefect_port, PREFECT_PORT)
-        mlflow_port = choose_port("mlflow", options.mlflow_port, MLFLOW_PORT)
-        database = tracking_uri(Store(options.store or newest, probe=False))
+        for path in flags.get("--store") or [default_store()]:
+            store = Store(path, probe=False)
+            databases[store.uri] = tracking_uri(store)
+            if not databases[store.uri].startswith("http"):
+                update_artifact_paths(Path(databases[store.uri].removeprefix("sqlite:///")), TrackedRun.experiment)
+    except sqlite3.OperationalError as error:
+        raise OptionError(f"--store {path}: its MLflow database cannot be read ({error})") from error
+    mlflow_ports: dict[str, int] = {}  # store -> port of our server
+    for store_uri, database in databases.items():
         if not database.startswith("http"):
-            update_artifact_paths(Path(database.removeprefix("sqlite:///")), TrackedRun.experiment)
-    except (ValueError, StoreError, sqlite3.OperationalError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return 2
-    return run_services(prefect_port=prefect_port, mlflow_port=mlflow_port, database=database)
+            requested = None if mlflow_ports and ports["mlflow"] else ports["mlflow"]
+            mlflow_ports[store_uri] = choose_port("mlflow", requested, MLFLOW_PORT)
+    return run_services(prefect_port, databases, mlflow_ports)
 
 
-def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
-    """Start the services, print their links, and restart services that die, until Ctrl-C.
+def default_store() -> str:
+    """Return the store around the working directory that was used last, or the default of --store."""
+
+    def last_used(store: str) -> float:
+        return max((path.stat().st_mtime for path in (Path(store) / "mlflow").glob("mlflow.db*")), default=0.0)
+
+    stores = find_nearby_stores()
+    if len(stores) > 1:
+        print(f"{len(stores)} stores are here: {', '.join(stores)}; give --store for each that is to be shown")
+    return max(stores, key=last_used, default=RunConfig().store)
+
+
+def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dict[str, int]) -> int:
+    """Start the services, print their links, and restart services that die, until Ctrl-C or SIGTERM.
+
+    Args:
+        prefect_port: of the Prefect server.
+        databases: store -> its tracking URI.
+        mlflow_ports: store -> port of our MLflow server, which shows the store's database.
 
     Returns:
-        the exit code: 0 after Ctrl-C, 1 if a service did not start or died too often.
+        the exit code: 0 after Ctrl-C or SIGTERM, 1 if a service did not start or died too often.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = service_directory(prefect_port)
-    mlflow = [] if database.startswith("http") else [mlflow_server(mlflow_port, database, logs)]
-    tracking = f"http://{HOST}:{mlflow_port}" if mlflow else database
+    mlflow = [mlflow_server(port, databases[store], service_directory(port)) for store, port in mlflow_ports.items()]
+    tracked = {f"http://{HOST}:{mlflow_ports[s]}" if s in mlflow_ports else uri for s, uri in databases.items()}
+    tracking = tracked.pop() if len(tracked) == 1 else None
     prefect, worker = prefect_server(prefect_port), prefect_worker(prefect_port, logs, tracking)
     services = [*mlflow, prefect, worker]
     try:
-        print(f"starting {', '.join(service.name for service in services)} ...", flush=True)
+        print(f"starting {', '.join(dict.fromkeys(service.name for service in services))} ...", flush=True)
         for service in (*mlflow, prefect):
             service.start()
         for service in (*mlflow, prefect):
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
-        mlflow_page = runs_page(mlflow_port) if mlflow else f"{database.rstrip('/')}/#/experiments?{VIEW}"
-        create_automation_and_print_links(prefect_port, mlflow_page, logs)
-        if mlflow:  # a run on this Prefect server then links to its MLflow page
-            print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}")
-            print(f"Other programs must log in to MLflow with USER:PASSWORD from {login_path(mlflow_port)}", flush=True)
+        environment = login_environment(prefect_port)
+        with temporary_settings({PREFECT_API_AUTH_STRING: environment["PREFECT_API_AUTH_STRING"]}):
+            ensure_zombie_automation(environment["PREFECT_API_URL"])
+        pages = {
+            store: runs_page(mlflow_ports[store])
+            if store in mlflow_ports
+            else f"{uri.rstrip('/')}/#/experiments?{VIEW}"
+            for store, uri in databases.items()
+        }
+        process = psutil.Process()
+        up = Up(process.pid, process.create_time(), prefect_port, pages, tracking)
+        write_private(up_path(), json.dumps(asdict(up)))
+        print_links(up)
         while True:
             time.sleep(1.0)
             for service in services:
                 if service.restart_if_ended():
                     print(f"{service.name} died; restarted it (log: {service.log})", flush=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Preempted):
         print("\nstopping ...", flush=True)
         return 0
     except RuntimeError as error:
@@ -107,19 +182,77 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
     finally:
         for service in reversed(services):
             service.stop()
+        up_path().unlink(missing_ok=True)
 
 
-def create_automation_and_print_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
-    """Create the automation that marks dead flow runs as crashed; print the services' addresses and how to connect."""
-    environment, profile = login_environment(prefect_port), profile_path(prefect_port)
-    with temporary_settings({PREFECT_API_AUTH_STRING: environment["PREFECT_API_AUTH_STRING"]}):
-        ensure_zombie_automation(environment["PREFECT_API_URL"])
-    print(f"  Prefect  {page_link(f'http://{HOST}:{prefect_port}/runs')}")
-    print(f"  MLflow   {page_link(mlflow_page)}")
-    print(f"  worker   pool {POOL!r}; logs in {logs}")
+def detach(argv: list[str]) -> int:
+    """Start `penstock up` in the background, wait until its services are ready, and print their links. Return the exit
+    code."""
+    log = up_path().with_name("up.log")
+    write_private(log, "")
+    with log.open("ab") as out:
+        command = [sys.executable, "-m", "penstock", "up", *argv]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    while (up := read_up()) is None:
+        if (code := process.poll()) is not None:
+            print(log.read_text(encoding="utf-8", errors="replace")[-4000:], end="", file=sys.stderr)
+            return code
+        time.sleep(0.2)
+    print_links(up)
+    print(f"`penstock down` ends them (log: {log})")
+    return 0
+
+
+def down_main(argv: list[str]) -> int:
+    """Run `penstock down`. Return 0."""
+    if argv:
+        raise OptionError(f"penstock down takes no arguments; found {short_repr(argv[0])}")
+    if (up := read_up()) is None:
+        print("`penstock up` does not run")
+        return 0
+    process = psutil.Process(up.pid)
+    services = process.children(recursive=True)
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT)
+    except psutil.TimeoutExpired:
+        process.kill()  # its services end with it
+    for service in psutil.wait_procs(services, timeout=STOP_TIMEOUT)[1]:
+        service.send_signal(SIGKILL)
+    print(f"ended `penstock up` (process {up.pid})")
+    return 0
+
+
+def up_path() -> Path:
+    """Return the path of the record of `penstock up`."""
+    return service_directory(0).parent / "up.json"
+
+
+def read_up() -> Up | None:
+    """Return the record of this user's `penstock up`, or None if it does not run."""
+    try:
+        up = Up(**json.loads(up_path().read_text(encoding="utf-8")))
+        return up if psutil.Process(up.pid).create_time() == up.started_at else None
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+
+
+def print_links(up: Up) -> None:
+    """Print the addresses of the services of `penstock up`, and how to connect."""
+    print(f"  Prefect  {page_link(f'http://{HOST}:{up.prefect_port}/runs')}")
+    for store, page in up.pages.items():
+        print(f"  MLflow   {page_link(redact(page))}  {store}")
+    print(f"  worker   pool {POOL!r}; logs in {service_directory(up.prefect_port)}")
     print("In a terminal, each link logs in the browser that opens it first; other browsers ask for the login.")
-    print("To use this server for runs and for the `prefect` command (Ctrl-C here stops all services):")
-    print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile))} PREFECT_PROFILE={PROFILE}", flush=True)
+    print("To use this server for runs and for the `prefect` command (Ctrl-C or `penstock down` stops all services):")
+    print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile_path(up.prefect_port)))} PREFECT_PROFILE={PROFILE}")
+    if up.tracking and up.tracking.startswith(f"http://{HOST}"):  # a run then links to its MLflow page
+        print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={up.tracking}")
+        port = int(up.tracking.rpartition(":")[2])
+        print(f"Other programs need a login for it, USER:PASSWORD in {login_path(port)}")
+    sys.stdout.flush()
 
 
 def mlflow_server(port: int, database: str, logs: Path) -> Service:
@@ -142,16 +275,14 @@ def runs_page(port: int) -> str:
     return f"{server}/{runs_url(experiment['experiment_id'])}" if has_view else f"{server}/#/experiments"
 
 
-def prefect_worker(port: int, logs: Path, tracking: str) -> Service:
+def prefect_worker(port: int, logs: Path, tracking: str | None) -> Service:
     """Return the service of a Prefect worker, which starts a process for each flow run and marks the flow run as
-    crashed if that process dies. Its runs are tracked in the MLflow at the URI `tracking`, whichever store they use,
-    unless they name another one."""
+    crashed if that process dies. Unless they name another tracker, its runs are tracked in the MLflow at the URI
+    `tracking`, whichever store they use; without it, each run in the database of its store."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     command += ["--install-policy", "never"]
-    environment = {**login_environment(port), **flow_run_environment(), "MLFLOW_TRACKING_URI": tracking}  # inherited
+    environment = {**login_environment(port), **flow_run_environment()}  # inherited by the flow runs
+    environment |= {"MLFLOW_TRACKING_URI": tracking} if tracking else {}
+    environment["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"  # its log file is the only place of its lines
     # After SIGTERM a worker whose server is gone waits for it forever (more than 30 s observed): kill it.
-    return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Service("worker", command, logs / "worker.log", environment, on_parent_death=SIGKILL)

@@ -77,7 +77,7 @@ class Recipe:
     @property
     def flow(self) -> str:
         """Return the flow that runs the recipe."""
-        return "sft" if self.config.train.loss_type == "sft_loss" else "post_train"
+        return "sft" if self.config.train.loss_type == "sft_loss" else "train"
 
 
 def main(argv: list[str]) -> int:
@@ -295,10 +295,9 @@ def read_files(recipe: Recipe) -> None:
 
 def format_recipe(recipe: Recipe) -> str:
     """Return the recipe as TOML, with comments."""
-    command = {"post_train": "train", "sft": "sft"}[recipe.flow]
     lines = [
         f"# Made from {format_comment(recipe.script.name)} by `penstock import-slime`. Run it with: "
-        f"penstock {command} --config FILE"
+        f"penstock {recipe.flow} --config FILE"
     ]
     if recipe.environment:
         lines.append(f"# Environment variables that the script exports, not applied: {', '.join(recipe.environment)}")

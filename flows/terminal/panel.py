@@ -43,7 +43,7 @@ STAGES = {  # name of a stage's function -> its name in the panel, in the order 
     "promote": "promote",
 }
 STAGE_BARS = {  # flow -> stages of its bar
-    "post_train": ("convert", "restore", "rollout", "train", "publish", "checkpoint", "eval", "export"),
+    "train": ("convert", "restore", "rollout", "train", "publish", "checkpoint", "eval", "export"),
     "sft": ("convert", "restore", "data", "train", "checkpoint", "export"),
     "evaluate": ("convert", "eval"),
     "convert": ("convert",),

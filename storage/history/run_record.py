@@ -49,7 +49,7 @@ class RunRecord(Frozen):
     """run.json, which is written once, when a run is created."""
 
     record_version: Literal[1] = 1
-    flow: Literal["post_train", "sft", "evaluate"]
+    flow: Literal["train", "sft", "evaluate"]
     config: RecordedConfig  # all options, with the values that Penstock chose where none was given
     given: RecordedConfig  # the options that were given
     config_hash: str
@@ -109,6 +109,7 @@ class StartEnd(Frozen):
     at: float = Field(default_factory=time.time)
     outcome: str  # FINISHED, FAILED or STOPPED
     joules: float | None = None  # energy of trainer and engine GPUs during the start; None: not measured
+    error: str = ""  # class and message of the exception, if it has failed
 
 
 class Completion(Frozen):
@@ -134,9 +135,11 @@ def record_start(store: Store, keys: RunKeys, start: Start) -> int:
     return number
 
 
-def record_end(store: Store, keys: RunKeys, number: int, outcome: str, joules: float | None = None) -> None:
-    """Record that start `number` has ended, and the energy that its GPUs have used."""
-    end = StartEnd(outcome=outcome, joules=joules)
+def record_end(
+    store: Store, keys: RunKeys, number: int, outcome: str, joules: float | None = None, error: str = ""
+) -> None:
+    """Record that start `number` has ended, why it failed, and the energy that its GPUs have used."""
+    end = StartEnd(outcome=outcome, joules=joules, error=error)
     store.create(f"{keys.prefix}/starts/{number:06d}.end.json", end.model_dump_json(indent=1).encode())
 
 

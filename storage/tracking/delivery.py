@@ -2,8 +2,8 @@
 
 Records are appended to a local outbox; a background thread for each tracker delivers them at least once, and retries
 while the tracking server is down, slow or full. (MLflow's own client blocks for minutes and then raises.) The store is
-the authority: `penstock track` sends a run again from its commits. Metrics that are not in commits (waiting times,
-queue depth, durations of weight updates) exist only in the outbox and in the trackers that received them.
+the authority: `penstock report --to` sends a run again from its commits. Metrics that are not in commits (waiting
+times, queue depth, durations of weight updates) exist only in the outbox and in the trackers that received them.
 """
 
 from __future__ import annotations

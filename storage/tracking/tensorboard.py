@@ -5,8 +5,8 @@ Child runs, models and data sets have no counterpart in TensorBoard and are not 
 
 Delivery is idempotent, since the event files themselves are the index of what was delivered: at the start of a process
 they are read, and a point is written only if no file contains a point with the same name, step and time. So neither a
-kill between delivery and its mark nor a second `penstock track` duplicates a point, and a record that was cut off by a
-crash of the machine is written again. Each process writes a new file; complete files are never changed.
+kill between delivery and its mark nor a second `penstock report --to` duplicates a point, and a record that was cut
+off by a crash of the machine is written again. Each process writes a new file; complete files are never changed.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def parse_record(line: dict[str, Any]) -> Record:
 
 
 def report_record_key(content: bytes) -> str:
-    """Return the outbox key of a report with the given content; a run and `penstock track` use the same key."""
+    """Return the outbox key of a report with the given content; a run and `penstock report --to` use the same key."""
     return f"report-{hashlib.sha256(content).hexdigest()[:16]}"
 
 

@@ -19,7 +19,7 @@ class TrackerOptions(MlflowOptions, TensorBoardOptions, WandbOptions):
     """The options of all trackers. Each base is a row of the table."""
 
 
-# Scheme of the tracking URI, also the name in `penstock track --to` -> row.
+# Scheme of the tracking URI, also the name in `penstock report --to` -> row.
 TRACKERS = {row.scheme: row for row in cast("tuple[type[OptionsOfTracker], ...]", TrackerOptions.__bases__)}
 
 

@@ -239,8 +239,8 @@ _HTML = """<!doctype html>
 <style>body { font: 16px sans-serif; max-width: 40em; margin: 4em auto } input { width: 30em }</style>
 </head>
 <body hidden>
-<p>This page needs a login. A link in a terminal logs in once, in the browser that opens it first; <code>make up</code>
-and runs print new ones.</p>
+<p>This page needs a login. A link in a terminal logs in once, in the browser that opens it first;
+<code>penstock up</code> and runs print new ones.</p>
 <form><label>Login: <input type="password" autofocus></label> <button>Log in</button></form>
 <p id="wrong"></p>
 <p>The login is in the file <code>FILE</code>.</p>

@@ -92,7 +92,7 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
 
     run = flags.parse_config(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
     store, keys = open_store(run.run), RunKeys("first")
-    create_run_record(store, resolve("post_train", run, store))
+    create_run_record(store, resolve("train", run, store))
     for version in (5, 10):
         store.commit(
             keys.checkpoint_prefix(version),

@@ -232,7 +232,7 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
     words = ["--store", str(tmp_path / "store"), "--model-family-path", acorn, "--hf-checkpoint", str(source)]
     run = flags.parse_config([*words, "--run", "first"])
     store = open_store(run.run)
-    create_run_record(store, resolve("post_train", run, store))
+    create_run_record(store, resolve("train", run, store))
     store.commit(RunKeys("first").checkpoint_prefix(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
     config = with_hf_checkpoint(
         flags.parse_config(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))

@@ -34,7 +34,15 @@ PATTERNS = {
 }
 # Commands that other tests run: installation (tests/flows/test_packaging.py, test_setup.py) and services
 # (test_services.py). A walk runs in the environment that they would install.
-ELSEWHERE = {"git clone", "cd penstock", "make setup", "source .venv/bin/activate", "make up", "pip install"}
+ELSEWHERE = {
+    "git clone",
+    "cd penstock",
+    "make setup",
+    "source .venv/bin/activate",
+    "penstock up",
+    "penstock down",
+    "pip install",
+}
 KILL = "kill -9 %1"
 COMMAND_TIMEOUT = 900.0  # seconds; only a command that hangs exceeds it
 

@@ -39,12 +39,12 @@ PAGES = sorted(
 )
 LANGUAGES = ("bash", "python", "toml", "json", "sql")
 OUTPUT = ("", "text", "console")
-FLOWS = ("train", "train-async", "sft", "eval")
+FLOWS = ("train", "sft", "eval")
 # Commands that fail before they do anything if their run or file does not exist. Only these are called: of every other
 # command, also of one that is added later, only the flags are checked.
 HARMLESS = {
     *("convert", "export", "eval", "import-slime", "resume", "replay", "fork", "promote", "rm", "verify", "gc"),
-    *("runs", "cost", "lineage", "samples", "query", "report", "track"),
+    *("runs", "show", "lineage", "samples", "query", "report"),
 }
 # Programs of others, which are not checked.
 PROGRAMS = re.compile(
@@ -134,7 +134,7 @@ def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixt
         except PenstockError as error:
             pytest.fail(f"{snippet}: penstock {' '.join(words)}: {error}")
         return
-    cli.main([command, *(word for word in argv if word in ("--rescore", "--compare")), "--help"])
+    cli.main([command, *(word for word in argv if word in ("--rescore", "--compare", "--cost", "--to")), "--help"])
     known = {"--config", *flags.penstock_flags(), *re.findall(r"--[a-z-]+", capsys.readouterr().out)}
     used = {word.partition("=")[0] for word in argv if word.startswith("--")}
     assert {flag for flag in used - known if not flag.startswith(flags.engine_prefixes())} == set(), (

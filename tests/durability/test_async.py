@@ -164,9 +164,8 @@ def test_no_rollout_ahead_gives_the_weights_of_the_synchronous_run(world: World)
     flags = [*tiny_flags(world, 3, "plain"), *REPRODUCIBLE.split(), "--custom-rm-path", f"{world.root}/reward.py"]
     del flags[flags.index("--rm-type") : flags.index("--rm-type") + 2]
     runs = []
-    for command, further in (("train", []), ("train-async", ["--async-buffer-size", "0"])):
-        pipeline = Pipeline(world, command, str(world.root / "store"), [*flags, *further])
-        pipeline.command = command
+    for name, further in (("default", []), ("zero", ["--async-buffer-size", "0"])):
+        pipeline = Pipeline(world, name, str(world.root / "store"), [*flags, *further])
         pipeline.start()
         assert pipeline.wait() == 0, pipeline.tail()
         runs.append(pipeline)

@@ -36,7 +36,7 @@ def test_energy_of_a_start_counts_from_its_beginning(tmp_path: Path, monkeypatch
     counters = [1000.0, 2000.0, 3000.0]
     monkeypatch.setattr(local_gpus, "all_gpu_joules", lambda: list(counters))
     processes = Processes(
-        ActiveRun(Store(str(tmp_path)), RunKeys("r"), Flow.POST_TRAIN, parse_config(["--run", "r"])), print
+        ActiveRun(Store(str(tmp_path)), RunKeys("r"), Flow.TRAIN, parse_config(["--run", "r"])), print
     )
     counters[:] = [1010.0, 2020.0, 3040.0]
     assert processes.used_joules() is None  # a start that failed before it had GPUs

@@ -112,7 +112,7 @@ def test_an_option_of_the_engine_is_refused_unless_the_backend_has_its_capabilit
     words = [*WORDS, "--num-rollout", "1", *NEEDS[capability].format(quantized=tmp_path).split()]
 
     def check(*more: str) -> None:
-        check_options(Flow.POST_TRAIN, derive(parse_config([*words, *more])))
+        check_options(Flow.TRAIN, derive(parse_config([*words, *more])))
 
     check()  # SGLang accepts all
     option, what, _ = capability.value
@@ -124,9 +124,9 @@ def test_an_option_of_the_engine_is_refused_unless_the_backend_has_its_capabilit
 
 def test_the_engine_of_a_teacher_needs_the_capability_of_several_gpus(row: None) -> None:
     words = "--num-rollout 1 --opd-type engine --opd-teacher-load t --opd-teacher-num-gpus 2 --engine"
-    check_options(Flow.POST_TRAIN, derive(parse_config([*WORDS, *words.split(), "sglang"])))
+    check_options(Flow.TRAIN, derive(parse_config([*WORDS, *words.split(), "sglang"])))
     with pytest.raises(EngineError, match="--opd-type engine needs"):
-        check_options(Flow.POST_TRAIN, derive(parse_config([*WORDS, *words.split(), "stub"])))
+        check_options(Flow.TRAIN, derive(parse_config([*WORDS, *words.split(), "stub"])))
 
 
 def test_a_default_backend_warns_of_all_sampling_parameters_that_may_bias() -> None:
@@ -151,7 +151,7 @@ def test_a_run_is_refused_like_its_dry_run(
     run = f"--run r --store {tmp_path}/store --hf-checkpoint {tiny_model} --num-rollout 1 --rollout-max-response-len 8"
     config = parse_config([*run.split(), *data.split(), "--engine", PATH, *words.split()])
     with pytest.raises(InputError, match=message):
-        dry_run("post_train", config) if is_dry else preflight(plan_of("post_train", config))
+        dry_run("train", config) if is_dry else preflight(plan_of("train", config))
 
 
 def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> None:

@@ -79,11 +79,11 @@ def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: 
         (["--rollout-external-engine-addrs", "a:1", "b:2", "--sglang-log-level", "info"], "--sglang-log-level"),
     ):
         with pytest.raises(InputError, match=hint):
-            preflight(plan_of("post_train", parse_config([*words, *more])))
+            preflight(plan_of("train", parse_config([*words, *more])))
     more = ["--router-policy", "cache_aware", "--router-cache-threshold", "0.5", "--rollout-top-p", "0.9"]
     config = parse_config([*words, *more])
     assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
-    preflight(plan_of("post_train", config))
-    [warning] = config_warnings(resolve("post_train", config, STORE))
+    preflight(plan_of("train", config))
+    [warning] = config_warnings(resolve("train", config, STORE))
     assert warning.startswith("top_p=0.9: ") and not config_warnings(resolve("evaluate", config, STORE))
-    assert not config_warnings(resolve("post_train", parse_config(words), STORE))
+    assert not config_warnings(resolve("train", parse_config(words), STORE))

@@ -93,7 +93,7 @@ def test_weights_are_uploaded_only_if_no_directory_is_shared(
 ) -> None:
     config = PostTrainConfig.model_validate({"run": {"run": "r", "update_weight_disk_dir": disk_dir}})
     store = Store(uri.format(tmp_path=tmp_path), probe=False)
-    processes = Processes(ActiveRun(store, RunKeys("r"), Flow.POST_TRAIN, config), print)
+    processes = Processes(ActiveRun(store, RunKeys("r"), Flow.TRAIN, config), print)
     by_url = {f"http://{index}": place for index, place in enumerate(places)}
     engines = SimpleNamespace(places=lambda urls: by_url, actors=lambda urls: dict.fromkeys(urls, "actor"))
     processes.setup.__dict__["options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")

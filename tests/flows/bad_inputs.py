@@ -308,16 +308,16 @@ def rows_of_commands() -> Iterator[Bad]:
         (("demo", "--fresh=1"), "--fresh"),
         (("demo", "--fresh", "--directory", "{root}/not-empty"), "{root}/not-empty"), (("demo", "--seed", "-1"),
         "--seed"),
-        (("deploy", "nightly"), "nightly"), (("deploy", "train", "--name", "n"), "train"), (("deploy", "post-train"),
+        (("deploy", "nightly"), "nightly"), (("deploy", "train", "--name", "n"), "train"), (("deploy", "train"),
         "--name"), (("deploy", "a", "b"), "deploy"),
-        (("deploy", "--name", "n"), "deploy"), (("deploy", "post-train", "--name", "n", "--cron", "never"),
-        "--cron"), (("deploy", "post-train", "--name="), "--name"),
-        (("deploy", "post-train", "--name", "n", "--timezone", "Europe/Berlin"), "--timezone"),
+        (("deploy", "--name", "n"), "deploy"), (("deploy", "train", "--name", "n", "--cron", "never"),
+        "--cron"), (("deploy", "train", "--name="), "--name"),
+        (("deploy", "train", "--name", "n", "--timezone", "Europe/Berlin"), "--timezone"),
         (("deploy", "sft", "--name", "n", "--lr", "x"), "--lr"),
-        (("deploy", "post-train", "--name", "n", "--cron", "0 2 * * *", "--timezone", "Mars/Base"), "Mars/Base"),
-        (("deploy", "post-train", "--name", "n", "--cron"), "--cron"),
-        (("deploy", "post-train", "--name", "n", "--lr", "inf"), "--lr"),
-        (("deploy", "post-train", "--name", "n", "--run", "x"), "--hf-checkpoint"),
+        (("deploy", "train", "--name", "n", "--cron", "0 2 * * *", "--timezone", "Mars/Base"), "Mars/Base"),
+        (("deploy", "train", "--name", "n", "--cron"), "--cron"),
+        (("deploy", "train", "--name", "n", "--lr", "inf"), "--lr"),
+        (("deploy", "train", "--name", "n", "--run", "x"), "--hf-checkpoint"),
         (("deploy", "convert", "--name", "n"), "--hf-checkpoint"),
     ):  # fmt: skip
         yield Bad(words, culprit)
@@ -694,9 +694,8 @@ def rows_of_async() -> Iterator[Bad]:
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
     yield on("eval", "--eval-mode", "apart", culprit="--eval-mode apart")
-    for words in ("--colocate", "--async-buffer-size x", "--async-mode streaming --async-buffer-size 1"):
-        row = train(*words.split(" "))
-        yield Bad(("train-async", *row.words[1:]), "--async-buffer-size")
+    for words in ("--async-buffer-size 1 --colocate", "--async-buffer-size x"):
+        yield train(*words.split(" "), culprit="--async-buffer-size")
 
 
 def rows_of_data() -> Iterator[Bad]:

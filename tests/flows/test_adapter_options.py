@@ -91,9 +91,7 @@ def test_engines_of_others_get_merged_weights_by_default(tiny_model: Path) -> No
 
 def test_pause_mode_without_effect_is_named(tiny_model: Path) -> None:
     streaming = ["--async-mode", "streaming", "--max-staleness", "1", "--pause-generation-mode", "in_place"]
-    shown = config_warnings(resolve("post_train", config_of(tiny_model, *streaming), STORE))
+    shown = config_warnings(resolve("train", config_of(tiny_model, *streaming), STORE))
     assert any("--pause-generation-mode has no effect" in warning for warning in shown)
-    merged = config_warnings(
-        resolve("post_train", config_of(tiny_model, *streaming, "--lora-publish", "merged"), STORE)
-    )
+    merged = config_warnings(resolve("train", config_of(tiny_model, *streaming, "--lora-publish", "merged"), STORE))
     assert not any("--pause-generation-mode" in warning for warning in merged)

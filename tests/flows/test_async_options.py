@@ -1,14 +1,12 @@
-"""Options of asynchronous training: `penstock train-async`, defaults that depend on the mode, and refusals. The rows of
+"""Options of asynchronous training: defaults that depend on the mode, and refusals. The rows of
 `rows_of_async` in bad_inputs.py try the same refusals as commands."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.flows import cli
-from penstock.flows.config import PostTrainConfig, config_hash, derive
+from penstock.flows.config import config_hash, derive
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime import runner
 from penstock.storage.errors import OptionError
 
 STREAMING = "--async-mode streaming"
@@ -90,29 +88,9 @@ def test_corrections_are_on_if_tokens_may_be_stale(words: str, limit: int) -> No
     assert not parse_config([*words.split(), "--use-rollout-logprobs"]).train.use_tis, "it needs no correction"
 
 
-def train_async(words: str, monkeypatch: pytest.MonkeyPatch) -> PostTrainConfig:
-    """Return the config with which `penstock train-async` starts the flow `post_train`."""
-    configs: list[PostTrainConfig] = []
-
-    def run_flow(name: str, config: PostTrainConfig) -> int:
-        assert name == "post_train"
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr(runner, "run_flow", run_flow)
-    assert cli.run_command(["train-async", *words.split()]) == 0
-    return configs[0]
-
-
-def test_train_async_is_train_with_one_rollout_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train_async("--lr 1e-4", monkeypatch) == parse_config(["--lr", "1e-4", "--async-buffer-size", "1"])
-    assert train_async("--async-buffer-size 4", monkeypatch).run.async_buffer_size == 4
-    assert train_async(STREAMING, monkeypatch) == parse_config(STREAMING.split())
-
-
-def test_train_async_without_rollouts_ahead_is_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rollout_ahead_is_the_synchronous_config() -> None:
     """The same config, so the same flow: K = 0 and N = 1 is the synchronous loop."""
     words = "--lr 1e-4 --rollout-batch-size 8 --n-samples-per-prompt 4 --seed 3"
-    config, synchronous = train_async(f"{words} --async-buffer-size 0", monkeypatch), parse_config(words.split())
+    config, synchronous = parse_config([*words.split(), "--async-buffer-size", "0"]), parse_config(words.split())
     assert config == synchronous and config_hash(config) == config_hash(synchronous)
     assert not config.run.generates_ahead and config.run.staleness_limit == 0

@@ -90,7 +90,7 @@ def test_unchanged_base_request_passes_preflight(command: str, place: Path) -> N
         for name, value in BASES[command].items()
         for word in (name, *value.split(" "))
     ]
-    flow = {"train": "post_train", "eval": "evaluate"}.get(command, command)
+    flow = {"train": "train", "eval": "evaluate"}.get(command, command)
     preflight(plan_of(flow, parse_config([*words, "--store", str(place / "good-store")])))
 
 

@@ -153,7 +153,7 @@ def test_invalid_toml_key_is_named_in_the_error(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"section \[trian\]"):
         parse_config([*MODEL, "--config", str(file)])
     file.write_text("[train]\nlearning_rate = 1\n")
-    with pytest.raises(ValueError, match=r"\[train\] learning_rate: no such option"):
+    with pytest.raises(ValueError, match=r"\[train\] learning_rate: no such option: did you mean lr\?"):
         parse_config([*MODEL, "--config", str(file)])
 
 

@@ -17,7 +17,7 @@ from tests.forked_worker import forked_workers  # noqa: F401 fixture
 BASE = ["--run", "r", "--hf-checkpoint", "model", "--num-rollout", "20"]
 
 
-def refusal(*words: str, flow: str = "post_train") -> str:
+def refusal(*words: str, flow: str = "train") -> str:
     with pytest.raises(OptionError) as caught:
         check_debug_options(Flow(flow), parse_config([*BASE, *words]))
     return str(caught.value)
@@ -54,7 +54,7 @@ def test_loading_rollouts_starts_no_engines() -> None:
     config = derive(parse_config([*BASE, "--load-debug-rollout-data", "d_{rollout_id}.pt"]))
     assert config.run.debug_train_only
     assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
-    check_debug_options(Flow.POST_TRAIN, config)
+    check_debug_options(Flow.TRAIN, config)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_mlflow_has_every_artifact_once_with_the_lineage_of_the_commits(
     live, fresh = store.path("mlflow/mlflow.db"), str(tmp_path / "fresh.db")
     check_content(MlflowClient(f"sqlite:///{live}"), read_lineage(store))
     where = ["--store", store.root]
-    assert main(["track", "--all", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", *where]) == 0
+    assert main(["report", "--all", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", *where]) == 0
     check_content(MlflowClient(f"sqlite:///{fresh}"), read_lineage(store))
     before, after = points(live), points(fresh)
     missing = {name for _, name, *_ in before - after}
@@ -76,7 +76,7 @@ def test_mlflow_has_every_artifact_once_with_the_lineage_of_the_commits(
     assert after < before and missing <= not_in_commits
 
     assert main(["fork", "demo-grpo-seed0", "--at", str(ROUNDS), "--name", "fork", *where]) == 0
-    assert main(["track", "fork", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", *where]) == 0
+    assert main(["report", "fork", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", *where]) == 0
     check_content(MlflowClient(f"sqlite:///{fresh}"), read_lineage(store))
 
 
@@ -114,4 +114,4 @@ def test_stages_and_idle_time_of_each_device_add_up_to_the_wall_time(finished: t
 def test_terminal_shows_rounds_and_results(finished: tuple[Store, str]) -> None:
     _, shown = finished
     assert f"round {ROUNDS - 1} ({ROUNDS}/{ROUNDS})  reward " in shown and "evaluated after 0 rounds: heldout" in shown
-    assert "What the reward curve means" in shown and "make up" in shown and "Traceback" not in shown
+    assert "What the reward curve means" in shown and "penstock up" in shown and "Traceback" not in shown

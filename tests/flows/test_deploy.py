@@ -1,6 +1,6 @@
 """`penstock deploy` and scheduled runs with a real server, a real worker and real flow runs (SFT: no engine).
 
-The tests of access control use the same `make up`.
+The tests of access control use the same `penstock up`.
 """
 
 import base64
@@ -17,6 +17,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,8 @@ import psutil
 import pytest
 from chromium import browser, installed_browser
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId, FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from penstock.flows.runtime import prefect_api
@@ -33,6 +36,8 @@ from penstock.flows.runtime.prefect_api import LAUNCHER
 from penstock.flows.services import deploy
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
+from penstock.storage.failpoints import VARIABLE
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -50,13 +55,15 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["post-trian", "--name", "x"], "unknown flow 'post-trian': did you mean post-train?"),
-        (["post-train"], "--name is missing"),
+        (["trian", "--name", "x"], "unknown flow 'trian': did you mean train?"),
+        (["train"], "--name is missing"),
         (["--cron", "0 2 * * *"], "takes the name of one flow"),
         (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is invalid"),
         (["sft", "--name", "x", "--timezone", "UTC"], "add --cron"),
         (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is invalid"),
         (["sft", "--name", "x", "--lr", "much"], "--lr 'much'"),
+        (["sft", "--name", "x", "--retries", "-1"], "--retries takes an integer"),
+        (["convert", "--name", "x", "--retries", "2"], "--retries has no effect on convert"),
     ],
 )
 def test_invalid_deployment_is_refused(words: list[str], sentence: str) -> None:
@@ -81,14 +88,16 @@ def until(what: Callable[[], Any], log: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process, Path]]:
-    """`make up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
+    """`penstock up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
     home = tmp_path_factory.mktemp("up")
     shutil.copytree(prefect_home, home / "prefect")
-    command = [sys.executable, "-m", "penstock.flows.services.stack", "up", "--store", str(home / "store")]
+    command = [sys.executable, "-m", "penstock", "up", "--store", str(home / "store")]
     command += ["--prefect-port", "0", "--mlflow-port", "0"]
     log = home / "out"
     # also of the flow runs, which work in the folder of the deployment
     environment = prefect_environment(home, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY)
+    environment[VARIABLE] = str(home / "faults")
+    (home / "faults").mkdir()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
     try:
@@ -108,12 +117,12 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def profile_of(log: Path) -> Path:
-    """The profile that `make up` has printed."""
+    """The profile that `penstock up` has printed."""
     return Path(re.findall(r"PREFECT_PROFILES_PATH=(\S+) PREFECT_PROFILE=penstock", log.read_text())[0])
 
 
 def mlflow_of(log: Path) -> tuple[str, dict[str, str]]:
-    """The URL of the MLflow that `make up` has started, and the header with its login."""
+    """The URL of the MLflow that `penstock up` has started, and the header with its login."""
     text = log.read_text()
     login = Path(re.findall(r"USER:PASSWORD in (\S+)", text)[0]).read_bytes()
     return re.findall(r"MLflow +(http://[^/]+)", text)[0], {
@@ -149,15 +158,21 @@ def deployed(
         "--store-options key=env:STORE_KEY_OF_A_TEST"
     ).split()
     words += ["--cron", "0 2 * * *"]
+    out = penstock_deploy(up[2], folder, words)
+    assert up[0] in out and "Run it now:  prefect deployment run 'sft/nightly' --watch" in out
+    return "sft/nightly", folder
+
+
+def penstock_deploy(log: Path, folder: Path, words: list[str]) -> str:
+    """Run `penstock deploy` in a folder, on the server whose `penstock up` writes to `log`. Return its output."""
     command = [sys.executable, "-m", "penstock", "deploy", *words]
-    profile = {"PREFECT_PROFILES_PATH": str(profile_of(up[2])), "PREFECT_PROFILE": "penstock"}
+    profile = {"PREFECT_PROFILES_PATH": str(profile_of(log)), "PREFECT_PROFILE": "penstock"}
     environment = prefect_environment(folder, **profile, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY)
     result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert up[0] in result.stdout and "Run it now:  prefect deployment run 'sft/nightly' --watch" in result.stdout
-    return "sft/nightly", folder
+    return result.stdout
 
 
 def add_rows(path: Path, start: int, stop: int) -> None:
@@ -260,7 +275,7 @@ def test_printed_export_line_logs_the_prefect_command_in(
 ) -> None:
     [line] = re.findall(r"^ +(export PREFECT_PROFILES_PATH=.*)$", up[2].read_text(), re.MULTILINE)
     prefect = f"{shlex.quote(sys.executable)} -m prefect"
-    command = f"{prefect} deployment run post-train/default -p config='{{}}' --start-in '10 years'"
+    command = f"{prefect} deployment run train/default -p config='{{}}' --start-in '10 years'"
     assert deploy.deploy_all(up[0]) == 0
 
     def in_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -320,7 +335,7 @@ def test_deployment_has_pool_limit_parameters_and_schedule(
     [schedule] = made.schedules
     assert (schedule.active, schedule.schedule.cron, schedule.schedule.timezone) == (True, "0 2 * * *", "Europe/Berlin")
     automations = client.read_automations_by_name(deploy.AUTOMATION)
-    assert len(automations) == 1, "made twice"  # by `make up` and by `penstock deploy`
+    assert len(automations) == 1, "made twice"  # by `penstock up` and by `penstock deploy`
 
 
 @pytest.mark.integration
@@ -332,12 +347,12 @@ def test_deploy_all_keeps_an_existing_scheduled_deployment(
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(up[2].parent / "prefect"))
     assert deploy.deploy_all(up[0]) == 0  # the login is in this process's settings, by `client`
-    flows = ("post-train", "sft", "convert", "evaluate", "replay")
+    flows = ("train", "sft", "convert", "evaluate", "replay")
     assert all(client.read_deployment_by_name(f"{flow}/default").enforce_parameter_schema for flow in flows)
-    [template] = client.read_deployment_by_name("post-train/nightly").schedules
+    [template] = client.read_deployment_by_name("train/nightly").schedules
     assert not template.active
     assert client.read_deployment_by_name(deployed[0]).schedules[0].active
-    assert deploy.deployment_exists("post-train/nightly") and not deploy.deployment_exists("post-train/weekly")
+    assert deploy.deployment_exists("train/nightly") and not deploy.deployment_exists("train/weekly")
 
 
 @pytest.mark.integration
@@ -397,7 +412,9 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     source = store.committed(KEYS.rollout_prefix(3)).state["data_source"]  # type: ignore[union-attr]
     assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
     assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
-    assert statuses_in_mlflow(log) == ["FINISHED"], "the MLflow of `make up` shows the run, whose store is another one"
+    assert statuses_in_mlflow(log) == ["FINISHED"], (
+        "the MLflow of `penstock up` shows the run, whose store is another one"
+    )
     written = [path for root in (folder, log.parent) for path in root.rglob("*") if path.is_file()]
     assert len(written) > 20
     assert not [path for path in written if STORE_KEY.encode() in path.read_bytes()], "a secret was recorded"
@@ -406,8 +423,98 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     )  # one more target than run.json's; the killed start added none
 
 
+def flow_runs_of(client: SyncPrefectClient, title: str) -> list[Any]:
+    """The flow runs of a deployment that have started, the oldest first."""
+    deployment = DeploymentFilter(id=DeploymentFilterId(any_=[client.read_deployment_by_name(title).id]))
+    runs = client.read_flow_runs(deployment_filter=deployment, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+    return [run for run in runs if run.start_time is not None]
+
+
+def kill_flow_run_at(point: str, up: tuple[str, psutil.Process, Path]) -> None:
+    """Kill the process of the flow run, as `kill -9` does, when a failpoint is reached."""
+    faults, worker = up[2].parent / "faults", next(c for c in up[1].children() if "worker" in c.cmdline())
+    (faults / point).touch()
+    until((faults / f"{point}.reached").exists, up[2])
+    [process] = worker.children()
+    process.kill()
+    psutil.wait_procs([process], timeout=60)
+    (faults / f"{point}.reached").unlink()
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_killed_flow_run_is_run_again_at_three_stages(
+    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "label": str(i + 1)} for i in range(16)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        f"train --name killed --retries 3 --run k --store store --num-rollout 3 --save-interval 1 --rm-type random "
+        f"--hf-checkpoint {tiny_model} --prompt-data data.jsonl --input-key prompt --label-key label "
+        "--apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 --lr 1e-3 "
+        "--eval-prompt-data tiny data.jsonl --eval-interval 2 --skip-eval-before-train --eval-max-response-len 8"
+    ).split()
+    penstock_deploy(up[2], tmp_path, words)
+    parameters = client.read_deployment_by_name("train/killed").parameters
+    assert len([*list_leaves(parameters)]) == 18, "what was given, not all options"
+    fire(client, "train/killed")
+    for point in ("rollout-after-upload", "train-mid-step", "eval-generating"):
+        kill_flow_run_at(point, up)
+    until(lambda: [run.state_name for run in flow_runs_of(client, "train/killed")][3:] == ["Completed"], up[2])
+
+    runs = flow_runs_of(client, "train/killed")
+    assert [run.state_name for run in runs] == ["Crashed", "Crashed", "Crashed", "Completed"]
+    tags = [[tag for tag in run.tags if tag.startswith("retry:")] for run in runs]
+    assert tags == [[], ["retry:1/3"], ["retry:2/3"], ["retry:3/3"]]
+    assert "next start resumes after 2 rounds" in runs[2].state.message
+    [page] = [a for a in client.read_artifacts() if a.key == "run-k" and str(a.flow_run_id) == str(runs[3].id)]
+    assert "retry 3 of 3, " in str(page.data)
+    store, keys = Store(str(tmp_path / "store")), RunKeys("k")
+    assert audit_run(store, keys).problems == []
+    trained: Counter[str] = Counter()
+    for run in runs:
+        flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        for task_run in client.read_task_runs(flow_run_filter=flow_run):
+            is_new = not (task_run.state.message or "").startswith("committed before")
+            if task_run.name.startswith("train-") and task_run.state_name == "Completed" and is_new:
+                trained[task_run.name] += 1
+    assert trained == {f"train-{r:06d}": 1 for r in range(3)}, "no round was trained twice"
+
+
+def list_leaves(values: Any) -> Iterator[Any]:
+    for value in values.values():
+        yield from list_leaves(value) if isinstance(value, dict) else [value]
+
+
+@pytest.mark.integration
+def test_same_kill_twice_and_invalid_input_end_the_retries(
+    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    add_rows(tmp_path / "data.jsonl", 0, 16)
+    words = (
+        f"sft --name stuck --retries 5 --run s --store store --num-rollout 2 --hf-checkpoint {tiny_model} "
+        "--prompt-data data.jsonl --input-key messages --rollout-batch-size 8 --n-samples-per-prompt 1 --lr 1e-3"
+    ).split()
+    penstock_deploy(up[2], tmp_path, words)
+    fire(client, "sft/stuck")
+    kill_flow_run_at("train-mid-step", up)
+    kill_flow_run_at("train-mid-step", up)
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][2:] == ["NotRetried"], up[2])
+    assert "(killed) without a new commit" in flow_runs_of(client, "sft/stuck")[2].state.message
+
+    (tmp_path / "data.jsonl").unlink()
+    fire(client, "sft/stuck")
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][3:] == ["Invalid"], up[2])
+    assert "data.jsonl" in flow_runs_of(client, "sft/stuck")[3].state.message
+    [automation] = client.read_automations_by_name("penstock: sft/stuck is run again after a crash")
+    add_rows(tmp_path / "data.jsonl", 0, 16)
+    penstock_deploy(up[2], tmp_path, words[:3] + words[5:])
+    assert client.read_automations_by_name(automation.name) == []
+    assert len(flow_runs_of(client, "sft/stuck")) == 4
+
+
 def statuses_in_mlflow(log: Path) -> list[str]:
-    """The status of the scheduled run in the MLflow that `make up` shows."""
+    """The status of the scheduled run in the MLflow that `penstock up` shows."""
     root, basic = mlflow_of(log)
     api = f"{root}/api/2.0/mlflow"
     named = urllib.request.Request(f"{api}/experiments/get-by-name?experiment_name=penstock", headers=basic)

@@ -46,7 +46,7 @@ def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] 
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
     database = "sqlite:////store/mlflow/mlflow.db"
-    display = Display("r1", "post_train", config(display_of), "/store", database, console=console)
+    display = Display("r1", "train", config(display_of), "/store", database, console=console)
     for commit in commits or []:
         display.print_commit(commit)
     display.print_summary()
@@ -86,7 +86,7 @@ def test_sft_round_shows_only_its_own_columns() -> None:
 
 def test_a_round_without_training_is_printed_when_it_is_generated() -> None:
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
-    display = Display("r1", "post_train", config(2, rollout_only=True), "/store", console=console)
+    display = Display("r1", "train", config(2, rollout_only=True), "/store", console=console)
     assert display.print_commit(rollout(1, 0.5)) == "round 1 (2/2)  reward 0.500  len 3.2  tok/s 1,234  time 0.6s"
 
 
@@ -157,7 +157,7 @@ def test_control_characters_of_a_sample_stay_on_its_line() -> None:
 def test_json_lines_have_run_round_stage_and_message(terminal: bool) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
-    display = Display("r1", "post_train", config(log_format="json"), "/store", console=console)
+    display = Display("r1", "train", config(log_format="json"), "/store", console=console)
     with log_context("train", 3):
         display.note('[bold] a "note" ' + "long " * 50)
         display.print_commit(step(2))

@@ -265,7 +265,7 @@ def test_dry_run_of_an_evaluation_refuses_what_its_start_refuses(
     assert main([*argv, "--rm-type", "mth"]) == 2 and "'mth'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flow", ["post_train", "sft", "evaluate"])
+@pytest.mark.parametrize("flow", ["train", "sft", "evaluate"])
 def test_dry_run_of_resume_plans_the_recorded_run(
     flow: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,7 +275,7 @@ def test_dry_run_of_resume_plans_the_recorded_run(
     words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model)]
     words += ["--rm-type", "random", "--rollout-max-response-len", "16"]
     words += {
-        "post_train": ["--prompt-data", str(data), "--num-rollout", "3"],
+        "train": ["--prompt-data", str(data), "--num-rollout", "3"],
         "sft": ["--prompt-data", str(chats), "--num-rollout", "3", "--loss-type", "sft_loss"],
         "evaluate": ["--eval-prompt-data", "held", str(data)],
     }[flow]
@@ -294,7 +294,7 @@ def test_dry_run_of_resume_plans_the_recorded_run(
 @pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "eval --rescore r", "verify r", "samples r"])
 def test_commands_without_dry_run_name_those_that_have_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--dry-run"]) == 2
-    assert "--dry-run: train, train-async, sft, eval and resume have it" in capsys.readouterr().err
+    assert "--dry-run: train, sft, eval and resume have it" in capsys.readouterr().err
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

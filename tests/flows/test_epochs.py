@@ -29,13 +29,11 @@ def test_rounds_are_epochs_times_rows_divided_by_the_batch(
 ) -> None:
     given = [*words, "--num-epoch", str(epochs), "--rollout-batch-size", str(batch)]
     for more in ([], ["--num-rollout", str(rounds)]):
-        assert resolve("post_train", parse_config([*given, *more]), STORE).run.num_rollout == rounds
+        assert resolve("train", parse_config([*given, *more]), STORE).run.num_rollout == rounds
 
 
 def test_learning_rate_decays_over_the_rounds_of_the_epochs(words: list[str]) -> None:
-    plan = resolve(
-        "post_train", parse_config([*words, "--num-epoch", "2", *["--lr-decay-style", "cosine"], *BATCH]), STORE
-    )
+    plan = resolve("train", parse_config([*words, "--num-epoch", "2", *["--lr-decay-style", "cosine"], *BATCH]), STORE)
     assert (plan.run.num_rollout, plan.train.lr_decay_iters) == (5, 5)
 
 
@@ -43,7 +41,7 @@ def test_run_keeps_its_rounds_and_its_schedule_when_rows_or_rounds_are_added(wor
     def plan(*more: str) -> Plan:
         store = Store(str(tmp_path / "store"))
         given = [*words, "--run", "r", "--store", store.root, "--lr-decay-style", "cosine", *BATCH, *more]
-        plan = resolve("post_train", parse_config(given), store)
+        plan = resolve("train", parse_config(given), store)
         open_run(store, plan)
         return plan
 
@@ -72,4 +70,4 @@ def test_run_keeps_its_rounds_and_its_schedule_when_rows_or_rounds_are_added(wor
 def test_epochs_that_give_no_number_of_rounds_are_refused(words: list[str], more: list[str], message: str) -> None:
     config = parse_config([*words, "--num-epoch", "2", "--rollout-batch-size", "4", *more])
     with pytest.raises(OptionError, match=message):
-        resolve("post_train", config, STORE)
+        resolve("train", config, STORE)

@@ -73,7 +73,7 @@ def test_options_of_evaluation_that_cannot_work_are_refused(words: list[str]) ->
 
 def test_evaluations_apart_do_not_use_the_router(tmp_path: Path) -> None:
     words = ["--run", "r", "--use-router", "--eval-mode", "apart", "--eval-prompt-data", "h", "h.jsonl"]
-    setup = EngineSetup(ActiveRun(Store(str(tmp_path)), KEYS, Flow.POST_TRAIN, parse_config(words)), has_trainer=True)
+    setup = EngineSetup(ActiveRun(Store(str(tmp_path)), KEYS, Flow.TRAIN, parse_config(words)), has_trainer=True)
     setup.__dict__["router"] = SimpleNamespace(address=lambda: "http://router")
     rollouts, evaluations = setup.connect(["http://0"]), setup.connect_for_evaluation(["http://0"])
     assert rollouts.router is not None and evaluations.router is None  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_only_evaluations_of_data_sets_that_the_run_had_are_made_up_for(
     evaluated: list[tuple[int, str]] = []
     monkeypatch.setattr(tasks, "evaluate_one", lambda session, version, name: evaluated.append((version, name)))
     store.create(KEYS.record, run_json())
-    run = ActiveRun(store, KEYS, Flow.POST_TRAIN, config)
+    run = ActiveRun(store, KEYS, Flow.TRAIN, config)
     session = SimpleNamespace(
         config=config,
         run=run,
@@ -115,7 +115,7 @@ def test_checkpoint_is_kept_until_its_postponed_evaluation_is_done(tmp_path: Pat
     keys = make_run(store, config, 4, save=(1, 2, 3, 4), score=(0, 1))
     session = SimpleNamespace(
         config=config,
-        run=ActiveRun(store, keys, Flow.POST_TRAIN, config),
+        run=ActiveRun(store, keys, Flow.TRAIN, config),
         engines=SimpleNamespace(turns=PolicyTurns(PolicySchedule(PolicyLimits(evaluates_apart="apart" in mode)))),
         display=SimpleNamespace(note=notes.append),
     )

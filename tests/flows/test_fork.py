@@ -74,7 +74,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     go_on(store, "f", ROUNDS + 2)
     assert audit_run(store, keys).problems == audit_run(store, old).problems == []
     flow, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
-    assert (flow, config.train.lr, config.run.num_rollout, config.run.run) == ("post_train", 1e-3, 12, "f")
+    assert (flow, config.train.lr, config.run.num_rollout, config.run.run) == ("train", 1e-3, 12, "f")
     assert open_run(store, resolve(flow, config, store)).run == "f", "the fork may be resumed as it stands"
 
 

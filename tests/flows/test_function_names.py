@@ -139,7 +139,7 @@ def test_record_names_the_function(option: str, tmp_path: Path, monkeypatch: pyt
     named = with_function_names(given)
     assert with_function_names(named) == named
     store = open_store(named.run)
-    recorded = read_existing_record(store, open_run(store, resolve("post_train", named, store))).config
+    recorded = read_existing_record(store, open_run(store, resolve("train", named, store))).config
     assert recorded["train" if option in recorded["train"] else "rollout"][option] == f"{file}:mine"
 
 

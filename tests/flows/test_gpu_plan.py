@@ -41,7 +41,7 @@ def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
     return validate_config(values)
 
 
-def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: Flow = Flow.POST_TRAIN) -> plans.GpuPlan:
+def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: Flow = Flow.TRAIN) -> plans.GpuPlan:
     plans.check_layout(shape, config.train)
     if flow.generates:
         plans.check_engine_gpus(config, shape)
@@ -69,7 +69,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 )
 def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_model: Path) -> None:
     words = recipe_words(path.stem)
-    flow = Flow.SFT if parse_config(words).train.loss_type == "sft_loss" else Flow.POST_TRAIN
+    flow = Flow.SFT if parse_config(words).train.loss_type == "sft_loss" else Flow.TRAIN
     real = None if path.stem.startswith("demo-") else REAL_MODELS["qwen3-0.6B"]
     shape = shape_from_config({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
     batch = derive(parse_config(words)).train.global_batch_size or 0
@@ -119,7 +119,7 @@ def test_options_of_the_page_on_one_gpu_fit_with_7_percent_left(
         letters = "" if cell == "nothing" else "C R O" if cell == "-" else cell
         options = " ".join(OPTIONS[letter] for letter in letters.split())
         config = parse_config([*recipe_words("1gpu"), *options.split()])
-        plan = plans.plan_gpu_memory(Flow.POST_TRAIN, config, shape, size)
+        plan = plans.plan_gpu_memory(Flow.TRAIN, config, shape, size)
         assert (plan.peak_bytes <= 0.93 * size) == (cell != "-"), (size // GIB, cell)
 
 
@@ -212,9 +212,9 @@ def test_doctor_plans_the_engine_of_a_teacher(
     assert "does not fit: the teacher's weights exceed" in capsys.readouterr().out
     config = parse_config([*words[:2], *words[-4:], model_dir("deepseek-v3")])
     with pytest.raises(EngineError, match=r"the engine of --opd-teacher-load needs .* raise --opd-teacher-num-gpus"):
-        plans.check_memory(plans.plan_gpu_memory(Flow.POST_TRAIN, config, read_shape(words[1]), 80 * GIB))
+        plans.check_memory(plans.plan_gpu_memory(Flow.TRAIN, config, read_shape(words[1]), 80 * GIB))
     with pytest.raises(LayoutError, match=r"the run needs 2 .*--opd-teacher-num-gpus for the teacher"):
-        plans.check_gpu_count(Flow.POST_TRAIN, config, 1)
+        plans.check_gpu_count(Flow.TRAIN, config, 1)
 
 
 # ---- preflight -------------------------------------------------------------------------------------------------------
@@ -265,24 +265,24 @@ def test_preflight_refuses_what_cannot_fit(
     with_gpus(monkeypatch, *sizes)
     config = config_of(model_dir(name), *words.split())
     with pytest.raises(error, match=message) as raised:
-        preflight.check_gpus(Flow.POST_TRAIN, config, read_shape(model_dir(name)))
+        preflight.check_gpus(Flow.TRAIN, config, read_shape(model_dir(name)))
     assert len(str(raised.value)) < 390
 
 
 @pytest.mark.parametrize(
     ("sizes", "flow", "words"),
     [
-        ([80], "post_train", ""),
-        ([80, 80], "post_train", "--rollout-num-gpus 1"),
+        ([80], "train", ""),
+        ([80, 80], "train", "--rollout-num-gpus 1"),
         ([80], "evaluate", ""),
         ([80, 80], "sft", "--actor-num-gpus-per-node 2"),
-        ([80], "post_train", "--ray-address 10.0.0.1:6379 --actor-num-nodes 4 --actor-num-gpus-per-node 8"),
-        ([80], "post_train", "--rollout-external-engine-addrs host:1 --rollout-num-gpus-per-engine 8"),
-        ([], "post_train", "--rollout-num-gpus-per-engine 4 --rollout-num-gpus 4 --num-engines 2"),
-        ([], "post_train", "--rollout-num-gpus-per-engine 8 --actor-num-nodes 4 --actor-num-gpus-per-node 4"),
-        ([], "post_train", "--rollout-num-gpus-per-engine 16 --rollout-num-gpus 32 --num-gpus-per-node 8"),
-        ([], "post_train", "--ray-address 10.0.0.1:6379 --network-interface eth0"),
-        ([], "post_train", "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 16"),
+        ([80], "train", "--ray-address 10.0.0.1:6379 --actor-num-nodes 4 --actor-num-gpus-per-node 8"),
+        ([80], "train", "--rollout-external-engine-addrs host:1 --rollout-num-gpus-per-engine 8"),
+        ([], "train", "--rollout-num-gpus-per-engine 4 --rollout-num-gpus 4 --num-engines 2"),
+        ([], "train", "--rollout-num-gpus-per-engine 8 --actor-num-nodes 4 --actor-num-gpus-per-node 4"),
+        ([], "train", "--rollout-num-gpus-per-engine 16 --rollout-num-gpus 32 --num-gpus-per-node 8"),
+        ([], "train", "--ray-address 10.0.0.1:6379 --network-interface eth0"),
+        ([], "train", "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 16"),
     ],
 )
 def test_preflight_accepts_what_fits(
@@ -300,17 +300,17 @@ def test_activations_above_the_memory_only_warn(
     with_gpus(monkeypatch, 40)
     words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "64")
     config = config_of(model_dir("qwen3-0.6B"), *words)
-    preflight.check_gpus(Flow.POST_TRAIN, config, read_shape(model_dir("qwen3-0.6B")))
-    [warning] = preflight.config_warnings(resolve("post_train", config, STORE))
+    preflight.check_gpus(Flow.TRAIN, config, read_shape(model_dir("qwen3-0.6B")))
+    [warning] = preflight.config_warnings(resolve("train", config, STORE))
     assert "may need 50.7 GiB per GPU (weights, gradients and optimizer 10.0, activations and logits 23.7" in warning
     bf16 = [*FULL.split(), "--optimizer-cpu-offload", "--grad-reduce-in-bf16", "--max-tokens-per-gpu", "2048"]
     with_gpus(monkeypatch, 12)
     [warning] = preflight.config_warnings(
-        resolve("post_train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16), STORE)
+        resolve("train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16), STORE)
     )
     assert "(weights, gradients and optimizer 2.2, optimizer step 4.3, engine 3.6)" in warning
     with_gpus(monkeypatch, 80)
-    assert preflight.config_warnings(resolve("post_train", config, STORE)) == []
+    assert preflight.config_warnings(resolve("train", config, STORE)) == []
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
     model = model_dir("qwen3-0.6B")
     words = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--max-tokens-per-gpu", "4096"]
     with_gpus(monkeypatch, 48, 48, 48)
-    [warning] = preflight.config_warnings(resolve("post_train", config_of(model, *words), STORE))
+    [warning] = preflight.config_warnings(resolve("train", config_of(model, *words), STORE))
     assert warning.startswith(
         "an engine may decode batches of 512 samples, but by default SGLang captures CUDA graphs "
     )
@@ -348,10 +348,10 @@ def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
     enough = ["--sglang-cuda-graph-max-bs", "512"]
     external = ["--rollout-external-engine-addrs", "host:1"]
     for flow, more in [
-        ("post_train", enough),
-        ("post_train", ["--rollout-batch-size", "4"]),
-        ("post_train", ["--debug-train-only"]),
-        ("post_train", external),
+        ("train", enough),
+        ("train", ["--rollout-batch-size", "4"]),
+        ("train", ["--debug-train-only"]),
+        ("train", external),
         ("evaluate", []),
         ("sft", []),
     ]:

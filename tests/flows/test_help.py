@@ -20,7 +20,8 @@ def test_help_of_every_command_is_printed(
         assert cli.main(words) == 0
         out = capsys.readouterr().out
         assert f"penstock {command}" in out.partition("\n")[0]
-        assert {"--store", "--cron", "--directory", "--torch", "--output"} & set(re.findall(r"--\w+", out))
+        flags = {"--store", "--cron", "--directory", "--torch", "--output"} & set(re.findall(r"--\w+", out))
+        assert flags or command == "down"
         assert words[1:] == ["--help-all"] or len(out.splitlines()) <= 54
     assert list(tmp_path.iterdir()) == []
 
@@ -29,6 +30,33 @@ def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n  {command} " in said for command in cli.COMMANDS)
+    assert [line for line in said.splitlines() if re.fullmatch("[a-z ]+", line)] == [
+        "start", "look", "keep", "operate", "set up",
+    ]  # fmt: skip
+    assert max(map(len, said.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("word", "first", "others"),
+    [
+        ("learning-rate", "--lr", {"--lr-warmup-iters", "--min-lr"}),  # the name of other trainers, then descriptions
+        ("learning_rate", "--lr", {"--lr-decay-style"}),
+        ("STALENESS", "--max-staleness", set()),
+    ],
+)
+def test_help_with_a_word_finds_options(
+    word: str, first: str, others: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "--help", word]) == 0
+    out = capsys.readouterr().out
+    flags = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
+    assert flags[0] == first and {*flags} >= others and "--rollout-batch-size" not in flags
+    assert out.startswith(f"{len(flags)} options of penstock train about ")
+
+
+def test_help_with_an_unknown_word_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sft", "--help", "zebra"]) == 0
+    assert capsys.readouterr().out == "no option is about 'zebra'\n"
 
 
 @pytest.mark.parametrize("command", sorted(SHORT))

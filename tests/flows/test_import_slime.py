@@ -52,8 +52,7 @@ def test_script_becomes_a_recipe_that_plans(
     assert config.rollout == recipe.config.rollout and config.train == recipe.config.train
     assert config.run.run.endswith("_slime") and config.run.store == "/root"
     capsys.readouterr()
-    flow = "train-async" if "async" in script.name else "train"
-    code = main([flow, *words, "--dry-run"])
+    code = main(["train", *words, "--dry-run"])
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "optimizer steps" in out.out and "not ready here: " in out.out and "; --prompt-data" in out.out

@@ -56,7 +56,7 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
 def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, options: list[str], expected: bool) -> None:
     store, warnings = Store(str(tmp_path)), list[str]()
     words = ["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options]
-    signal = LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, parse_config(words)), warnings.append)
+    signal = LearningSignal(ActiveRun(store, KEYS, Flow.TRAIN, parse_config(words)), warnings.append)
     for index in range(3):
         commit_round(store, index, 0.01)  # of a KL loss
         for prefix in (KEYS.rollout_prefix(index), KEYS.step_prefix(index)):
@@ -132,5 +132,5 @@ def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
     step = Commit(kind="step", run="r", index=0, policy_version=0, summary={LOGPROB_GAP: 0.5})
     store.commit(KEYS.step_prefix(0), step)
     config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
-    LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, config), shown.append).on_commit("key", step, is_new=True)
+    LearningSignal(ActiveRun(store, KEYS, Flow.TRAIN, config), shown.append).on_commit("key", step, is_new=True)
     assert len(shown) == (not options)

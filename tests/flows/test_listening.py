@@ -60,7 +60,7 @@ def test_protection_is_read_from_command_line_and_environment(
         ("/v/bin/python /v/bin/penstock train --config a.toml --run mine --num-rollout 3", "train mine"),
         ("/v/bin/python -m penstock resume mine --store s", "resume mine"),
         ("/v/bin/python /v/bin/penstock demo --seed 1", "demo"),
-        ("/v/bin/python -m penstock.flows.services.stack up", "make up"),
+        ("/v/bin/python -m penstock up", "up"),
         ("/v/bin/python program.py", "python"),
     ],
 )

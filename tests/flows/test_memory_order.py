@@ -125,7 +125,7 @@ class World:
         self.events: Events = []
         self.store = Store(str(directory / "store"))
         self.engine = SmallReplica(0, lambda: SmallServer("turns/0", self.events))
-        self.run = ActiveRun(self.store, KEYS, Flow.POST_TRAIN, self.config)
+        self.run = ActiveRun(self.store, KEYS, Flow.TRAIN, self.config)
         self.processes = Processes(self.run, note=lambda text: None)
         self.engines = PolicyEngines(self.processes, on_published=lambda *published: None)
         self.cluster: Any = cluster

@@ -1,4 +1,4 @@
-"""MLflow's pages in a browser: from the link that `make up` prints along the lineage, in the view "Model training".
+"""MLflow's pages in a browser: from the link that `penstock up` prints along the lineage, in the view "Model training".
 
 The tour is test_mlflow_lineage.py's store. With PENSTOCK_SCREENSHOTS=DIR the pages are saved there as PNG files.
 """
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def link(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:  # noqa: F811
-    """The link to MLflow that `make up` prints, for the store of test_mlflow_lineage.py."""
+    """The link to MLflow that `penstock up` prints, for the store of test_mlflow_lineage.py."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # links log in on a terminal only
     promote_first(store, 2)

@@ -65,7 +65,7 @@ def complete(root: str, flow: str, *more: str) -> Store:
 @pytest.mark.parametrize(
     ("flow", "more"),
     [
-        ("post_train", []),
+        ("train", []),
         ("sft", ["--loss-type", "sft_loss"]),
         ("evaluate", ["--eval-prompt-data", "sums", "/sums.jsonl"]),
     ],
@@ -82,8 +82,8 @@ def test_completed_run_starts_nothing(
 def test_dry_run_of_a_completed_run_says_that_nothing_starts(
     root: str, rounds: str, is_complete: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = complete(root, "post_train")
-    create_run_record(store, resolve("post_train", parse_config(words(root)), store))
+    store = complete(root, "train")
+    create_run_record(store, resolve("train", parse_config(words(root)), store))
     for name in ("missing_files", "plan_rows", "config_warnings", "options_without_partner", "check_options"):
         monkeypatch.setattr(f"penstock.flows.inspect.dry_run.{name}", lambda *_: [])
     assert resume_main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
@@ -109,29 +109,29 @@ CHANGES += ["--debug-rollout-only", "--no-report", "--keep-checkpoints 1", "--du
 def test_options_that_add_nothing_to_a_completed_run_start_nothing(
     root: str, completed: str, more: str, is_started: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete(root, "post_train", *completed.split())
+    complete(root, "train", *completed.split())
     monkeypatch.chdir(Path(root).parent)
     with pytest.raises(Started) if is_started else nullcontext():
-        assert runner.run_flow("post_train", parse_config(words(root, *more.split()))) == 0
+        assert runner.run_flow("train", parse_config(words(root, *more.split()))) == 0
 
 
 def test_later_start_that_was_killed_is_continued(root: str) -> None:
-    record_start(complete(root, "post_train"), KEYS, Start())
+    record_start(complete(root, "train"), KEYS, Start())
     with pytest.raises(Started):
-        runner.run_flow("post_train", parse_config(words(root)))
+        runner.run_flow("train", parse_config(words(root)))
 
 
 def test_deleted_copy_of_a_checkpoint_is_written_again(root: str, tmp_path: Path) -> None:
     option = ["--save-hf", str(tmp_path / "hf-{rollout_id}")]
-    store = complete(root, "post_train", *option)
+    store = complete(root, "train", *option)
     store.commit(KEYS.checkpoint_prefix(3), Commit(kind="checkpoint", run="r", index=3, policy_version=3))
     with pytest.raises(Started):
-        runner.run_flow("post_train", parse_config(words(root, *option)))
+        runner.run_flow("train", parse_config(words(root, *option)))
 
 
 def test_run_that_does_not_exist_is_started(root: str) -> None:
     with pytest.raises(Started):
-        runner.run_flow("post_train", parse_config(words(root)))
+        runner.run_flow("train", parse_config(words(root)))
 
 
 # ---- conversions and exports -----------------------------------------------------------------------------------------
@@ -142,9 +142,7 @@ def converted(root: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> S
     """A store with a converted model, which is also checkpoint 3 of a run."""
     monkeypatch.setattr(convert, "preflight", lambda *args: None)
     store = Store(root)
-    create_run_record(
-        store, resolve("post_train", parse_config([*words(root), "--hf-checkpoint", str(tiny_model)]), store)
-    )
+    create_run_record(store, resolve("train", parse_config([*words(root), "--hf-checkpoint", str(tiny_model)]), store))
     model = Commit.model_validate_json(store.read(convert_hf(store, tiny_model).key) or b"")
     store.create(
         commit_key(KEYS.checkpoint_prefix(3)),

@@ -1,5 +1,5 @@
-"""What another user of the machine can do to the owner of `make up` through MLflow: nothing. The attack is made as that
-user, on a real server; then with a login, since a stolen session must not open the owner's other files either."""
+"""What another user of the machine can do to the owner of `penstock up` through MLflow: nothing. The attack is made as
+that user, on a real server; then with a login, since a stolen session must not open the owner's other files either."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def open_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Display:
     attach(terminal, monkeypatch)
-    return Display("my-run", "post_train", config(), "/store")
+    return Display("my-run", "train", config(), "/store")
 
 
 def attach(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_what_a_command_waits_for_is_erased_on_a_terminal_and_printed_in_a_pipe(
     show_wait("loading Prefect")
     assert "loading Prefect" in "".join(terminal.screen(100))
     show_wait("opening the run")
-    display = Display("my-run", "post_train", config(), "/store")
+    display = Display("my-run", "train", config(), "/store")
     assert "my-run" in "".join(terminal.screen(100)) and sys.stdout is not terminal
     display.close()
     end_wait()
@@ -193,7 +193,7 @@ def test_what_a_command_waits_for_is_erased_on_a_terminal_and_printed_in_a_pipe(
 
 def test_first_start_of_a_stage_says_in_a_pipe_what_it_waits_for() -> None:
     out = io.StringIO()
-    display = Display("my-run", "post_train", config(), "/store", console=Console(file=out))
+    display = Display("my-run", "train", config(), "/store", console=Console(file=out))
     for name in ("convert", "evaluate_one", "rollout", "rollout", "train"):
         with display.stage(name, 0):
             display.note_wait("waiting for the trainer")
@@ -202,7 +202,7 @@ def test_first_start_of_a_stage_says_in_a_pipe_what_it_waits_for() -> None:
 
 
 def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:
-    display = Display("my-run", "post_train", config(), "/store", console=Console(file=io.StringIO()))
+    display = Display("my-run", "train", config(), "/store", console=Console(file=io.StringIO()))
     commits = [Commit(kind="rollout", index=r, summary={"rollout/raw_reward": 0.5}) for r in range(5)]
     commits += [Commit(kind="step", index=r, policy_version=r + 1, summary={"train/loss": 1.0}) for r in range(5)]
     display.add_earlier(commits)
@@ -214,7 +214,7 @@ def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:
 def test_remaining_time_is_that_of_the_newest_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("penstock.flows.terminal.panel.time.monotonic", lambda: now[0])
-    panel = Panel("r", "post_train", 10)
+    panel = Panel("r", "train", 10)
     for r, duration in enumerate((50.0, 2.0, 2.0, 9.0, 2.0)):  # the first round waits for the engines
         assert r > 1 or panel.seconds_left() is None
         now[0] += duration

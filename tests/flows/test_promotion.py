@@ -178,7 +178,7 @@ CHAMPION = ["--hf-checkpoint", "champion:math", "--num-rollout", "3"]
 
 def plan(store: Store, run: str, *words: str) -> Plan:
     given = parse_config([*CHAMPION, "--run", run, "--store", store.root, *words])
-    return resolve("post_train", given, store)
+    return resolve("train", given, store)
 
 
 def export(store: Store, version: int) -> str:
@@ -205,12 +205,12 @@ def test_run_keeps_the_champion_that_it_started_from_and_the_next_run_gets_the_n
     assert resolve(flow, recorded, store).convert.hf_checkpoint == export(store, 1), "penstock resume"
     assert plan(store, "weekly").convert.hf_checkpoint == export(store, 2)
     other = parse_config(["--hf-checkpoint", export(store, 2), "--run", "nightly", "--store", store.root])
-    assert resolve("post_train", other, store).convert.hf_checkpoint == export(store, 2), "given explicitly"
+    assert resolve("train", other, store).convert.hf_checkpoint == export(store, 2), "given explicitly"
 
 
 def test_run_keeps_the_checkpoint_that_its_load_has_named(store: Store) -> None:
     old = RunKeys("old")
-    open_run(store, resolve("post_train", parse_config(["--hf-checkpoint", "m", "--save", f"{store.root}/old"]), store))
+    open_run(store, resolve("train", parse_config(["--hf-checkpoint", "m", "--save", f"{store.root}/old"]), store))
 
     def save(version: int) -> str:
         attempt = f"{old.prefix}/files/{version}"
@@ -221,10 +221,10 @@ def test_run_keeps_the_checkpoint_that_its_load_has_named(store: Store) -> None:
     paths = [save(1)]
     words = ["--hf-checkpoint", "m", "--load", f"{store.root}/old", "--store", store.root, "--num-rollout", "3"]
     for run in ("a", "b"):
-        open_run(store, resolve("post_train", parse_config([*words, "--run", run]), store))
+        open_run(store, resolve("train", parse_config([*words, "--run", run]), store))
         paths.append(save(len(paths) + 1))
     assert [
-        resolve("post_train", parse_config([*words, "--run", run]), store).start_weights for run in ("a", "b", "c")
+        resolve("train", parse_config([*words, "--run", run]), store).start_weights for run in ("a", "b", "c")
     ] == paths
 
 
@@ -234,11 +234,9 @@ def test_fork_keeps_the_champion_of_its_parent_unless_it_is_given(store: Store) 
     promote(store, 2)
     given = ["--hf-checkpoint", "champion:math"]
     for words, version in (([], 1), (given, 2)):
-        assert plan_fork(store, "post_train", parent, words, "branch", 0).convert.hf_checkpoint == export(
-            store, version
-        )
+        assert plan_fork(store, "train", parent, words, "branch", 0).convert.hf_checkpoint == export(store, version)
     with pytest.raises(RunError, match="model 'other' has no champion"):
-        plan_fork(store, "post_train", parent, ["--hf-checkpoint", "champion:other"], "branch", 0)
+        plan_fork(store, "train", parent, ["--hf-checkpoint", "champion:other"], "branch", 0)
     store.delete([commit_key(KEYS.export_prefix(2))])
     with pytest.raises(RunError, match="has no export in a local store"):
         plan(store, "third")
@@ -248,7 +246,6 @@ def test_fork_keeps_the_champion_of_its_parent_unless_it_is_given(store: Store) 
     "command",
     [
         "train --dry-run --prompt-data {data} --num-rollout 1 --rm-type random --rollout-max-response-len 16",
-        "train-async --dry-run --prompt-data {data} --num-rollout 1 --rm-type random --rollout-max-response-len 16",
         "sft --dry-run --prompt-data {chats} --num-rollout 1 --input-key messages",
         "train --dry-run --prompt-data {absent} --num-rollout 1 --rm-type random --rollout-max-response-len 16",
         "doctor --plan",

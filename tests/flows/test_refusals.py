@@ -10,6 +10,8 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.config import Flow
+from penstock.flows.options.flags import penstock_flags
+from penstock.flows.options.refused import OTHER_NAMES, is_listed
 from penstock.flows.runtime.preflight import plan_of
 from penstock.storage.errors import OptionError, RewardError
 
@@ -155,7 +157,7 @@ def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_lay
     assert "64 rows for each of the 4 GPUs" in refusal(options | half, capsys)
     for further in ({}, {"--ref-load": str(bf16_model)}, {"--sglang-quantization": "fp8"}):
         words = [word for pair in (options | further).items() for word in pair]
-        preflight.preflight(plan_of("post_train", parse_config(words)))
+        preflight.preflight(plan_of("train", parse_config(words)))
     alone = {"--ref-load": str(bf16_model), "--debug-rollout-only": "true"}
     assert "--debug-rollout-only" in refusal(options | alone, capsys)
 
@@ -164,7 +166,7 @@ def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_lay
     "flag",
     ["--rollout-sampling-seeds true", "--sglang-speculative-algorithm EAGLE --sglang-speculative-draft-model {}"],
 )
-@pytest.mark.parametrize("flow", ["post_train", "evaluate"])
+@pytest.mark.parametrize("flow", ["train", "evaluate"])
 def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
     good, flag: str, flow: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +195,7 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
     def publisher(*words: str, has_trainer: bool = True) -> PolicyPublisher:
         flags = good | {"--hf-checkpoint": str(fp8_model)}
         config = parse_config([*(word for pair in flags.items() for word in pair), *words])
-        run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("r"), Flow.POST_TRAIN, config)
+        run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("r"), Flow.TRAIN, config)
         return PolicyPublisher(Processes(run, print, has_trainer=has_trainer), print)
 
     ref_load = ("--ref-load", str(bf16_model))
@@ -231,6 +233,20 @@ def test_contradicting_numbers_and_flags_are_refused(good, capsys) -> None:
     assert "sft_loss" in refusal(good | {"--loss-type": "sft_loss"}, capsys)
     assert "--run is missing" in refusal({name: value for name, value in good.items() if name != "--run"}, capsys)
     assert "did you mean train?" in refusal({}, capsys, command="trian")
+    for theirs, ours in (
+        ("--lerning-rate", "--lr"),
+        ("--rl", "--lr"),
+        ("--batch-size", "--rollout-batch-size or --global-batch-size"),
+        ("--num_train_epochs", "--num-epoch"),
+        ("--max-new-tokens", "--rollout-max-response-len"),
+    ):
+        assert f"did you mean {ours}?" in refusal(good | {theirs: "6"}, capsys)
+
+
+def test_every_name_of_another_trainer_is_free_and_stands_for_options() -> None:
+    for name, flags in OTHER_NAMES.items():
+        assert f"--{name}" not in penstock_flags() and not is_listed(f"--{name}"), name
+        assert all(flag in penstock_flags() or flag.startswith("--sglang-") for flag in flags.split()), flags
 
 
 def test_missing_or_invalid_reward_is_refused(good, capsys) -> None:
@@ -294,7 +310,7 @@ def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, caps
     with socket.create_server(("127.0.0.1", 0)) as grader:
         address = f"http://127.0.0.1:{grader.getsockname()[1]}/score"
         monkeypatch.setenv("GRADER_OF_A_TEST", address)
-        preflight(plan_of("post_train", parse_config(words)))
+        preflight(plan_of("train", parse_config(words)))
     preflight_again = [*words, "--run", "another"]
     with pytest.raises(RewardError, match="does not answer"):
-        preflight(plan_of("post_train", parse_config(preflight_again)))
+        preflight(plan_of("train", parse_config(preflight_again)))

@@ -47,7 +47,7 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
 def test_replay_accepts_options_of_megatron_that_change_no_result(tmp_path: Path) -> None:
     recorded = parse_config(["--hf-checkpoint", "m", "--run", KEYS.run, "--store", str(tmp_path), *RECOMPUTE])
     store = Store(str(tmp_path))
-    create_run_record(store, resolve("post_train", recorded, store))
+    create_run_record(store, resolve("train", recorded, store))
     store.commit(KEYS.step_prefix(0), Commit(kind="step", run=KEYS.run, index=0, policy_version=1))
 
     def check(*words: str) -> None:
@@ -81,7 +81,7 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
         }
     )
     store = Store(str(tmp_path / "store"))
-    assert create_run_record(store, resolve("post_train", config, store))
+    assert create_run_record(store, resolve("train", config, store))
     commit_rollouts(store, KEYS, NUM_ROUNDS)
     base = cluster.run(convert_hf, store, str(tiny_model))
     store.create(f"{KEYS.prefix}/base.json", base.model_dump_json().encode())

@@ -47,7 +47,7 @@ def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
         store.commit(key, Commit(kind=kind, **fields))
 
 
-def start(store: Store, config: PostTrainConfig, flow: str = "post_train", lease: Lease | None = None) -> RunKeys:
+def start(store: Store, config: PostTrainConfig, flow: str = "train", lease: Lease | None = None) -> RunKeys:
     return open_run(store, resolve(flow, config, store), lease=lease)
 
 
@@ -65,7 +65,7 @@ def test_changed_identity_option_is_refused(tmp_path: Path) -> None:
     commit_round(store, first)
     with pytest.raises(RunError, match=r"run 'r' has --lr 0\.001, .*0\.01"):
         start(store, config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"))
-    with pytest.raises(RunError, match=r"was started by `post_train`, not `sft`"):
+    with pytest.raises(RunError, match=r"was started by `train`, not `sft`"):
         start(store, first, "sft")
 
 
@@ -89,7 +89,7 @@ def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> 
     assert store.list(f"{KEYS.prefix}/changes") == ["000000.json", "000001.json"]
     assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 7
     flow, again = read_flow_and_config(first.run, "r")
-    assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, derive(first).train)
+    assert (flow, again.run.num_rollout, again.train) == ("train", 7, derive(first).train)
 
 
 def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monke
 
 def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
     first = config(tmp_path)
-    open_run(open_store(first.run), resolve("post_train", first, open_store(first.run)))
+    open_run(open_store(first.run), resolve("train", first, open_store(first.run)))
     with pytest.raises(RunError, match=r"has no run 'x' \(it has: r\)"):
         read_flow_and_config(first.run, "x")
     for name in ("../r", "a/b", "", "x" * 300, ".hidden"):
@@ -150,7 +150,7 @@ def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, word
     store, _ = lost
     other = config(tmp_path, "--num-rollout", "3", *words)
     for call in (
-        lambda: check_run_may_start(store, resolve("post_train", other, store)),
+        lambda: check_run_may_start(store, resolve("train", other, store)),
         lambda: start(store, other),
     ):
         with pytest.raises(RunError, match=r"run\.json"):
@@ -165,7 +165,7 @@ def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     with pytest.raises(RunError, match=r"run\.json"):
         read_flow_and_config(first.run, "r")
     start(store, first)
-    assert read_flow_and_config(first.run, "r")[1].train == resolve("post_train", first, store).train
+    assert read_flow_and_config(first.run, "r")[1].train == resolve("train", first, store).train
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytes
     print_runs(first.run)
     lines = capsys.readouterr().out.splitlines()[1:]
     damaged = {"lost", "change", "commit", *(f"bad{number}" for number in range(len(bad)))}
-    assert {line.split()[0] for line in lines if "post_train" in line} == {"r"}
+    assert {line.split()[0] for line in lines if "train" in line} == {"r"}
     assert sorted(line.split()[0] for line in lines if line.split()[1:] == ["damaged"]) == sorted(damaged)
     assert sorted(line.split()[0] for line in lines if " is damaged: " in line) == sorted(damaged)
 
@@ -218,7 +218,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     flow, again = read_flow_and_resumed_config(
         "r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"]
     )
-    assert (flow, again.train.lr, again.run.run) == ("post_train", 1e-3, "r")
+    assert (flow, again.train.lr, again.run.run) == ("train", 1e-3, "r")
     assert (again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (40, 5, 2)
     start(store, again, flow)
     assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 40
@@ -246,7 +246,7 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
     base = ["--num-rollout", "3", "--attention-backend", "torch"]
     first = config(tmp_path, *base)
     store = open_store(first.run)
-    plan = resolve("post_train", first, store)
+    plan = resolve("train", first, store)
     open_run(store, plan)
     commit_round(store, first)
     flow, again = read_flow_and_resumed_config("r", ["--store", str(tmp_path), *MEMORY])
@@ -274,9 +274,7 @@ def test_options_of_megatron_that_change_results_are_fixed(tmp_path: Path, words
     store, first = started(tmp_path, "--attention-backend", "torch", *FULL)
     commit_round(store, first)
     with pytest.raises(RunError, match=sentence):
-        check_run_may_start(
-            store, resolve("post_train", config(tmp_path, "--attention-backend", "torch", *words), store)
-        )
+        check_run_may_start(store, resolve("train", config(tmp_path, "--attention-backend", "torch", *words), store))
 
 
 # ---- a run without a committed round ---------------------------------------------------------------------------------
@@ -309,7 +307,7 @@ def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_pa
     start(store, first, lease=driver)
     other = Lease(store, new_driver_lease_key(KEYS))
     for call in (
-        lambda: check_run_may_start(store, resolve("post_train", second, store)),
+        lambda: check_run_may_start(store, resolve("train", second, store)),
         lambda: start(store, second, lease=other),
     ):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):

@@ -42,7 +42,7 @@ def fits(part: Part, directory: Path) -> bool:
     words = ["--config", str(RECIPE), "--rollout-max-response-len", str(part.length)]
     config = validate_config(parse_values([*words, *MEMORY[part.model].split(), *part.options.split()]))
     assert max(config.train.num_ranks + (config.rollout.rollout_num_gpus or 0), 1) == part.gpus
-    return plan_fits(plan_gpu_memory(Flow.POST_TRAIN, config, read_shape(str(directory)), round(H100_GIB * GIB)))
+    return plan_fits(plan_gpu_memory(Flow.TRAIN, config, read_shape(str(directory)), round(H100_GIB * GIB)))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])

@@ -25,7 +25,7 @@ def config(per_start: int | None = 3, **run: object) -> PostTrainConfig:
 
 def start(store: Store, config: PostTrainConfig) -> int:
     """What a session does first; returns the target."""
-    plan = resolve("post_train", config, store)
+    plan = resolve("train", config, store)
     open_run(store, plan)
     return plan.run.num_rollout
 

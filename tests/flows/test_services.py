@@ -1,20 +1,26 @@
-"""The parts of `make up`: ports, and child processes that are restarted and stopped. test_deploy.py runs all of it."""
+"""The parts of `penstock up`: ports, and child processes that are restarted and stopped. test_deploy.py runs all."""
 
 import http.server
+import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from penstock.flows.cli import main
 from penstock.flows.runtime import child_process
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.services import stack
+from penstock.storage.store import Store
 
 
 @pytest.fixture
@@ -25,11 +31,87 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state directory, in which no `penstock up` runs."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
 def test_taken_port_is_refused_in_one_line(taken_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert stack.main(["up", "--store", str(tmp_path), "--mlflow-port", str(taken_port)]) == 2
+    assert main(["up", "--store", str(tmp_path), "--mlflow-port", str(taken_port)]) == 2
     error = capsys.readouterr().err
     assert f"port {taken_port} on 127.0.0.1 is taken: give another --mlflow-port" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["up", "--sotre", "x"], "unknown flag --sotre: did you mean --store?"),
+        (["up", "--store"], "--store needs a value"),
+        (["up", "--detach", "x"], "--detach takes no value"),
+        (["up", "--prefect-port", "x"], "--prefect-port takes an integer"),
+        (["down", "all"], "takes no arguments; found 'all'"),
+    ],
+)
+def test_bad_arguments_of_up_and_down_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_store_used_last_is_shown_unless_others_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert stack.default_store() == "penstock-store"
+    for number, name in enumerate(("a", "b", "c")):
+        (tmp_path / name / "runs" / "r").mkdir(parents=True)
+        (tmp_path / name / "runs" / "r" / "run.json").write_text("{}")
+        if name != "c":
+            (tmp_path / name / "mlflow").mkdir()
+            (tmp_path / name / "mlflow" / "mlflow.db").touch()
+            os.utime(tmp_path / name / "mlflow" / "mlflow.db", (1000 - number, 1000 - number))
+    assert stack.default_store() == "a"
+    assert "3 stores are here: a, b, c; give --store" in capsys.readouterr().out
+
+
+def record_up(state: Path, process: psutil.Process, **pages: str) -> None:
+    up = stack.Up(process.pid, process.create_time(), 4299, pages, None)
+    stack.write_private(state / "penstock" / "services" / "up.json", json.dumps(asdict(up)))
+
+
+def test_second_up_prints_the_links_of_the_first(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(str(tmp_path / "s"), probe=False).uri
+    record_up(state, psutil.Process(), **{store: "http://127.0.0.1:5099/#/experiments/1/runs"})
+    assert main(["up", "--store", store]) == 0
+    out = capsys.readouterr().out
+    assert f"runs already (process {os.getpid()})" in out
+    assert "http://127.0.0.1:4299/runs" in out and f"http://127.0.0.1:5099/#/experiments/1/runs  {store}" in out
+    assert main(["up", "--store", store, "--store", str(tmp_path / "other")]) == 2
+    assert f"it does not show --store {tmp_path / 'other'}" in capsys.readouterr().err
+
+
+def test_down_ends_the_process_of_the_record_and_no_other(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["down"]) == 0 and "does not run" in capsys.readouterr().out
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        try:
+            process = psutil.Process(child.pid)
+            record_up(state, process)
+            up = json.loads(stack.up_path().read_text())
+            stack.up_path().write_text(
+                json.dumps(up | {"started_at": up["started_at"] - 60})
+            )  # the pid is another's now
+            assert main(["down"]) == 0 and "does not run" in capsys.readouterr().out and child.poll() is None
+            record_up(state, process)
+            assert main(["down"]) == 0 and f"(process {child.pid})" in capsys.readouterr().out
+            assert not process.is_running()
+        finally:
+            child.kill()
 
 
 def test_taken_default_port_is_replaced_by_a_free_one(taken_port: int) -> None:

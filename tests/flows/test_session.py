@@ -114,7 +114,7 @@ def test_end_of_a_session_is_recorded_and_frees_the_run(
     world: SimpleNamespace, error: BaseException | None, raised: type[BaseException] | None, outcome: str, status: str
 ) -> None:
     def run() -> None:
-        with open_session("post_train", world.config) as session:
+        with open_session("train", world.config) as session:
             assert len(drivers(world)) == 1 and session.run.num_rounds == 2
             assert [end for _, end in read_starts(world.store, KEYS)] == [None]
             if error is not None:
@@ -142,7 +142,7 @@ def test_failure_while_a_session_is_opened_frees_the_run(
 
     monkeypatch.setattr(sessions, name, fail)
     before = threading.active_count()
-    with pytest.raises(RunError, match="damaged"), open_session("post_train", world.config):
+    with pytest.raises(RunError, match="damaged"), open_session("train", world.config):
         pass
     assert drivers(world) == [] and threading.active_count() <= before
 
@@ -160,7 +160,7 @@ def test_observer_is_told_what_happens_in_the_order_of_the_rows(world: SimpleNam
         def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
             told.append(f"ended by {kind}")
 
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         session.observers.add(Listener())
         with session.running_stage("train", 1):
             pass
@@ -188,7 +188,7 @@ def stage_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stage_states")
 def test_states_are_named_by_the_reward(world: SimpleNamespace) -> None:
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         for r, kind in ((0, "rollout"), (0, "step"), (1, "rollout")):
             commit_round(world, session, r, kind)
             [(name, message)] = session.stage_messages.values()
@@ -209,7 +209,7 @@ def test_the_artifact_is_rewritten_while_the_run_runs(world: SimpleNamespace, mo
     )
     monkeypatch.setattr(prefect_page, "http_answers", lambda url: True)
     monkeypatch.setattr(prefect_page, "REWRITE_SECONDS", 0.01)
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         commit_round(world, session, 0, "rollout", "step")
         deadline = time.monotonic() + 60
         while not written:
@@ -226,7 +226,7 @@ def test_a_flow_run_is_named_by_run_and_number_of_its_start(
     names: list[str] = []
     monkeypatch.setattr(Client, "update_flow_run", lambda self, id, *, name, tags: names.append(name), False)
     for _ in range(2):
-        with open_session("post_train", world.config):
+        with open_session("train", world.config):
             pass
     assert names == ["r #1", "r #2"]
 
@@ -241,14 +241,14 @@ def test_a_resumed_run_says_how_many_rounds_it_has_and_how_it_ended(
     killed: bool,
     how: str,
 ) -> None:
-    with pytest.raises(RuntimeError), open_session("post_train", world.config) as session:
+    with pytest.raises(RuntimeError), open_session("train", world.config) as session:
         commit_round(world, session, 0, "rollout", "step")
         commit_round(world, session, 1, "rollout")
         raise RuntimeError("why")
     if killed:
         world.store.delete([f"{KEYS.prefix}/starts/000000.end.json"])
     capsys.readouterr()
-    with caplog.at_level(logging.INFO), open_session("post_train", world.config) as session:
+    with caplog.at_level(logging.INFO), open_session("train", world.config) as session:
         assert list(session.remaining_rounds()) == [0, 1]
         expected = rf"resuming: 1 of 2 rounds are committed, {how} \d\d:\d\d"
         assert re.search(expected, caplog.text) and re.search(expected, capsys.readouterr().out)
@@ -268,7 +268,7 @@ def test_a_resumed_run_says_how_many_rounds_it_has_and_how_it_ended(
 def test_stage_that_is_interrupted_is_not_reported_as_failed(
     world: SimpleNamespace, error: BaseException, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         with pytest.raises(type(error)), session.running_stage("train", 1):
             raise error
     assert f"· {note}" in capsys.readouterr().out
@@ -280,7 +280,7 @@ def test_a_run_prints_no_link_to_a_server_that_ends_with_it(
 ) -> None:
     monkeypatch.setattr(sessions, "OWN_SERVER", SimpleNamespace(is_set=lambda: ends_with_process))
     monkeypatch.setattr(sessions, "flow_run", SimpleNamespace(ui_url="http://server/runs/0d8c", id="0d8c"))
-    with open_session("post_train", world.config) as session:
+    with open_session("train", world.config) as session:
         assert ("Prefect" in session.display.panel.links()) is not ends_with_process
 
 

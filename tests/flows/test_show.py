@@ -15,9 +15,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from penstock.flows.cli import main
-from penstock.flows.inspect.run_views import link_of_start
+from penstock.flows.inspect.run_views import Curve, curve_rows, link_of_start
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
-from penstock.storage.commit import RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import OUTBOX, Outbox
@@ -110,6 +110,29 @@ def test_show_of_a_run_in_no_store_or_in_two_names_the_stores(
     (tmp_path / "demo" / "store" / "runs" / "s").mkdir()
     (tmp_path / "demo" / "store" / "runs" / "s" / "run.json").write_text("{}")
     assert main(["show", "s"]) == 2 and "2 stores have a run 's' (demo/store, other)" in capsys.readouterr().err
+
+
+def test_curve_and_its_text_fit_the_width() -> None:
+    curve = Curve([float(n) for n in range(80)], ["0.100 -> 0.900  (averages of 8 rounds)", "0.100 -> 0.900"])
+    for width in (30, 50, 80, 200):
+        assert len(curve.fit(width)) <= min(width, 60 + 2 + len(curve.texts[0]))
+    assert curve.fit(80).plain.endswith("(averages of 8 rounds)") and curve.fit(80).plain.startswith("▁")
+    assert curve.fit(50).plain.endswith("(averages of 8 rounds)") and len(curve.fit(50)) == 50
+    assert curve.fit(30).plain.endswith("█  0.100 -> 0.900")
+    assert curve.fit(5).plain.endswith("0.100 -> 0.900"), "a part of the text is not left out"
+
+
+def test_curves_of_many_rounds_are_moving_averages() -> None:
+    commits = [
+        Commit(
+            kind="rollout", index=r, policy_version=r, summary={"rollout/raw_reward": float(r % 2)}, seconds={"r": r}
+        )
+        for r in range(40)
+    ]
+    rows = curve_rows(commits)
+    assert {*rows["reward"].numbers} == {0.5} and rows["reward"].texts[0] == "0.500 -> 0.500  (averages of 4 rounds)"
+    assert rows["seconds"].numbers[0] == 1.5 and rows["seconds"].numbers[-1] == 37.5
+    assert curve_rows(commits[:4])["reward"].numbers == [0.0, 1.0, 0.0, 1.0]
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def config(*words: str) -> PostTrainConfig:
     return parse_config(["--hf-checkpoint", "hf", *words])
 
 
-def plan(*words: str, flow: str = "post_train") -> Plan:
+def plan(*words: str, flow: str = "train") -> Plan:
     given = config("--run", "new", *words) if "--save" not in words and "--run" not in words else config(*words)
     return resolve(flow, given, open_store(given.run, probe=False))
 
@@ -47,7 +47,7 @@ def run_with_checkpoints(path: Path, *versions: int) -> Path:
     """A run STORE/NAME with checkpoints, as `--save` names it."""
     run = config("--save", str(path)).run
     store, keys = open_store(run), RunKeys(run.run)
-    create_run_record(store, resolve("post_train", config("--save", str(path)), store))
+    create_run_record(store, resolve("train", config("--save", str(path)), store))
     for version in versions:
         attempt = f"{keys.prefix}/files/{version}"
         commit = Commit(kind="checkpoint", run=run.run, index=version, policy_version=version, attempt=attempt)
@@ -150,5 +150,5 @@ def test_reference_that_nothing_uses_is_told(tmp_path: Path) -> None:
 def test_fork_of_a_run_that_loads_itself_keeps_its_start_weights(tmp_path: Path) -> None:
     path = run_with_checkpoints(tmp_path / "r", 2)
     parent = plan("--load", str(path), "--save", str(path), "--num-rollout", "4")
-    fork = plan_fork(open_store(parent.run), "post_train", parent, [], "new", 2)
+    fork = plan_fork(open_store(parent.run), "train", parent, [], "new", 2)
     assert fork.run.run == "new" and fork.start_weights == os.path.abspath("hf")

@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture
 def display() -> SimpleNamespace:
     lines: list[str] = []
-    return SimpleNamespace(panel=Panel("r", "post_train", 9), lines=lines, forward=lines.append)
+    return SimpleNamespace(panel=Panel("r", "train", 9), lines=lines, forward=lines.append)
 
 
 def writer_of(store: Store, display: SimpleNamespace) -> StatusWriter:

@@ -52,7 +52,7 @@ def pool() -> ScriptedPool:
 @pytest.fixture
 def engines(tmp_path: Path, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> PolicyEngines:
     config = parse_config(["--async-mode", "streaming", "--max-staleness", "2", "--num-rollout", "9"])
-    run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("run"), Flow.POST_TRAIN, config)
+    run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("run"), Flow.TRAIN, config)
     processes = Processes(run, note=lambda text: None)
     monkeypatch.setattr(processes, "start_engines", lambda role: pool)
     engines = PolicyEngines(processes, on_published=lambda *published: None)

@@ -125,7 +125,7 @@ def test_output_beside_the_panel_is_escaped(terminal: Terminal, monkeypatch: pyt
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
     with escaped_output():
-        region = LiveRegion(TerminalConsole(file=sys.stdout), Panel("r", "post_train", 3).render)
+        region = LiveRegion(TerminalConsole(file=sys.stdout), Panel("r", "train", 3).render)
         region.start()
         terminal.truncate(0)
         print(f"a library {EVIL}")
@@ -148,7 +148,7 @@ def test_lines_of_a_run_are_escaped(log_format: str, terminal: Terminal, monkeyp
     )
     monkeypatch.setattr(terminal, "isatty", lambda: False)
     with escaped_output():
-        display = Display("r", "post_train", config, "/store", pages={"prefect": EVIL})
+        display = Display("r", "train", config, "/store", pages={"prefect": EVIL})
         display.note(f"filter dropped a group: {EVIL}")
         display.warn(f"reward failed: {EVIL}")
         row = {"reward": 1.0, "prompt": EVIL, "response": EVIL}
@@ -196,7 +196,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         (["lineage", "r"], False),
         (["runs"], False),
         (["verify", "r"], False),
-        (["cost", "r"], False),
+        (["show", "r", "--cost"], False),
         (["samples", "r", f"--{EVIL}"], False),
         ([EVIL], False),
     ],

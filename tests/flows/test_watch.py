@@ -162,7 +162,7 @@ def test_panel_shows_a_run_of_another_process(store: Store) -> None:
     lease = Lease(store, new_driver_lease_key(KEYS))
     record_start(store, KEYS, Start())
     write_status(store, **running_status())
-    remote = RemotePanel(store, KEYS, "post_train")
+    remote = RemotePanel(store, KEYS, "train")
     remote.refresh()
     text = "\n".join(line.plain for line in remote.panel.render(100, 40))
     assert remote.state.kind == "running"

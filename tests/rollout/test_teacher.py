@@ -221,7 +221,7 @@ def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) ->
     assert config.train.auxiliary_models == {}, "the trainer loads no teacher"
     placement = run_placement(config)
     assert (placement.end_of_engines(4), placement.total_gpus(4)) == (11, 14)  # engines: GPUs 4-6 and 8-10
-    assert device_counts(Flow.POST_TRAIN, config) == (2, 8, False)
+    assert device_counts(Flow.TRAIN, config) == (2, 8, False)
     assert teacher_options(parse_config([*WORDS, "--opd-type", "engine", "--opd-teacher-url", "http://t"])) is None
 
 

@@ -34,7 +34,7 @@ def make_run(
 ) -> RunKeys:
     """Start or resume a run up to a number of rounds, with checkpoints of the versions `save` and evaluations of
     `score`."""
-    keys = open_run(store, resolve("post_train", config, store))
+    keys = open_run(store, resolve("train", config, store))
     if not store.exists(f"{keys.prefix}/base.json"):
         commit_files(store, "models/abc", {"weights": b"base"}, kind="model", policy_version=0)
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)

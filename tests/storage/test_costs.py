@@ -97,20 +97,20 @@ def test_colocated_gpus_are_counted_once(store: Store) -> None:
 
 def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     store.create(KEYS.record, run_json())
-    assert main(["cost", "r", "--rounds", "--price", "36", "--store", store.root]) == 0
+    assert main(["show", "r", "--cost", "--rounds", "--price", "36", "--store", store.root]) == 0
     text = capsys.readouterr().out
     assert "r in " in text and "80.0 s in 2 starts" in text and "2 x trainer" in text and "4 x engines" in text
     assert f"{0.01 * (160 + 320):,.2f}" in text and "checkpoint 2" in text
-    assert main(["cost", "r", "--price", "36", "--json", "--store", store.root]) == 0
+    assert main(["show", "r", "--cost", "--price", "36", "--json", "--store", store.root]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["usage/money"] == pytest.approx(0.01 * (160 + 320))
-    assert main(["cost", "r", "--price", "-1", "--store", store.root]) == 2
+    assert main(["show", "r", "--cost", "--price", "-1", "--store", store.root]) == 2
 
 
 @pytest.mark.parametrize(
     ("flow", "train", "counts"),
     [
-        ("post_train", {}, (1, 1, True)),
-        ("post_train", {"actor_num_gpus_per_node": 4}, (4, 1, True)),
+        ("train", {}, (1, 1, True)),
+        ("train", {"actor_num_gpus_per_node": 4}, (4, 1, True)),
         ("sft", {"loss_type": "sft_loss"}, (1, 0, False)),
         ("evaluate", {}, (0, 1, False)),
     ],
@@ -141,7 +141,7 @@ def test_energy_that_no_device_tells_is_absent(store: Store, capsys: pytest.Capt
     assert costs.joules == {} and costs.checkpoint_joules == {} and costs.rounds[0].joules == {}
     assert not [name for name in costs.metrics() if "energy" in name or "joules" in name]
     store.create(KEYS.record, run_json())
-    assert main(["cost", "r", "--rounds", "--store", store.root]) == 0
+    assert main(["show", "r", "--cost", "--rounds", "--store", store.root]) == 0
     assert "energy of the GPUs" not in capsys.readouterr().out
 
 

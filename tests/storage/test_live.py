@@ -35,7 +35,7 @@ def store(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
 
 def create_record(store: Store, id: str = "1a") -> None:
     record = RunRecord(
-        flow="post_train", config={}, given={}, config_hash="", directory="", code_version="", created_at=1.0, id=id
+        flow="train", config={}, given={}, config_hash="", directory="", code_version="", created_at=1.0, id=id
     )
     store.create(KEYS.record, record.model_dump_json().encode())
 

@@ -198,7 +198,7 @@ def test_promotion_without_mlflow_says_so_in_one_line(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     promote_first(store, 4)
     [line] = [line for line in capsys.readouterr().out.splitlines() if "MLflow" in line]
-    assert "penstock track r --to mlflow" in line
+    assert "penstock report r --to mlflow" in line
 
 
 def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: Path) -> None:
@@ -209,7 +209,7 @@ def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: 
     assert record is not None
     expected = {
         "mlflow.user": "ada",
-        "mlflow.source.name": "penstock post_train",
+        "mlflow.source.name": "penstock train",
         "mlflow.source.git.commit": record.code_version.partition("+")[2],
         "penstock.flow_run": url,
     }

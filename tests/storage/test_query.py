@@ -144,8 +144,8 @@ def test_samples_are_those_of_commits_and_forks_share_the_shards_of_their_parent
 
 def test_views_of_commits(sql) -> None:
     assert sql("select run, flow, num_rollouts, num_steps, parent, forked_at, config->>'$.train.lr' from runs") == [
-        ("my-fork", "post_train", 2, 2, "my-run", 2, "0.5"),
-        ("my-run", "post_train", 4, 4, None, None, "0.5"),
+        ("my-fork", "train", 2, 2, "my-run", 2, "0.5"),
+        ("my-run", "train", 4, 4, None, None, "0.5"),
     ]
     kinds = sql("select kind, count(*) from commits where run = 'my-run' group by 1 order by 1")
     assert kinds == [("checkpoint", 2), ("eval", 2), ("rollout", 4), ("step", 4)]

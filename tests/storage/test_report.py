@@ -92,7 +92,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, RunKeys]:
     directory = tmp_path_factory.mktemp("report")
     store = Store(str(directory / "store"))
     config = config_of(store, write_data(directory / "data.jsonl"), "r", "--lr", "1e-3")
-    keys = open_run(store, resolve("post_train", config, store))
+    keys = open_run(store, resolve("train", config, store))
     start = 1_764_000_000.0
     for r in range(ROUNDS):
         end = start + 100 * r

@@ -68,7 +68,7 @@ def kept(store: Store, keys: RunKeys) -> list[int]:
 
 
 def shared(store: Store, data: Path, at: int, name: str = "f", parent: str = "r") -> RunKeys:
-    plans = [resolve("post_train", config_of(store, data, run), store) for run in (parent, name)]
+    plans = [resolve("train", config_of(store, data, run), store) for run in (parent, name)]
     create_fork(store, *plans, at, restart_data=False)
     return RunKeys(name)
 

@@ -96,11 +96,11 @@ def test_a_driver_starting_during_removal_is_seen_or_sees_the_removal(
     lease = Lease(store, new_driver_lease_key(KEYS))
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")  # it will look for drivers next
     with pytest.raises(RunError, match="is being removed"):
-        open_run(store, resolve("post_train", config, store), lease=lease)
+        open_run(store, resolve("train", config, store), lease=lease)
     with pytest.raises(RunError, match="is being removed"):
         command(store, "r", "--yes", "r")
     remover.release()
-    open_run(store, resolve("post_train", config, store), lease=lease)
+    open_run(store, resolve("train", config, store), lease=lease)
     lease.release()
 
 
@@ -188,7 +188,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         finishes: dict[str, Callable[[], object]] = {
             "rm": lambda: command(store, "r"),
             "gc": lambda: gc_main(["--delete", "--store", store.root]),
-            "start": lambda: open_run(store, resolve("post_train", config, store)),
+            "start": lambda: open_run(store, resolve("train", config, store)),
         }
         finishes[finish]()
         assert files(store) == others | ({KEYS.record} if finish == "start" else set()), left

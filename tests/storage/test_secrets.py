@@ -66,7 +66,7 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
 def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostTrainConfig, tmp_path: Path) -> None:
     config = validate_config(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
-    plan = resolve("post_train", config, store)
+    plan = resolve("train", config, store)
     assert create_run_record(store, plan)
     # Without a tracker, whose thread would import MLflow during the next tests.
     RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", [], config.model_dump(mode="json")).close(timeout=0)
@@ -74,7 +74,7 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600
     flow, again = read_flow_and_config(config.run, "n")
-    assert (flow, again.model_dump()) == ("post_train", plan.model_dump())
+    assert (flow, again.model_dump()) == ("train", plan.model_dump())
     assert json.loads((tmp_path / RunKeys("n").record).read_text())["config_hash"] == config_hash(again)
 
 

@@ -1,4 +1,4 @@
-"""All trackers hold the same numbers of a run, and `penstock track` restores them from the store alone."""
+"""All trackers hold the same numbers of a run, and `penstock report --to` restores them from the store alone."""
 
 import os
 import shutil
@@ -201,7 +201,7 @@ def test_artifacts_move_with_the_store(store: Store, run: TrackedRun, database: 
     shutil.copy(database, own)
     deliver(store, run, [f"sqlite:///{own}"])
     moved = shutil.move(store.root, tmp_path / "moved")
-    penstock("track", "r", "--to", "mlflow", "--store", str(moved))  # MLflow has cached the old paths in this process
+    penstock("report", "r", "--to", "mlflow", "--store", str(moved))  # MLflow has cached the old paths in this process
     client = MlflowClient(f"sqlite:///{moved}/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("penstock")
     assert experiment is not None
@@ -227,7 +227,6 @@ def test_expired_checkpoints_are_told_again(store: Store) -> None:
 def test_track_refuses_invalid_requests(store: Store, tmp_path: Path) -> None:
     where = ["--store", store.root]
     for words, message in (
-        (["r"], "needs --to"),
         (["r", "--to", "comet"], "found comet"),
         (["--to", "mlflow"], "names of runs"),
         (["r", "--all", "--to", "mlflow"], "names of runs"),
@@ -400,7 +399,7 @@ def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:
     assert "literal-key-123" not in str(error.value)
     store = Store(str(tmp_path))
     create_run_record(
-        store, resolve("post_train", parse_config(["--run", "r", "--use-wandb", "--wandb-key", "env:SOME_KEY"]), store)
+        store, resolve("train", parse_config(["--run", "r", "--use-wandb", "--wandb-key", "env:SOME_KEY"]), store)
     )
     assert read_existing_record(store, RunKeys("r")).config["run"]["wandb_key"] == "env:SOME_KEY"
 

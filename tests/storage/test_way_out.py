@@ -74,7 +74,7 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
 @pytest.mark.usefixtures("read_only")
 def test_commands_on_a_read_only_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--store", store.root]
-    assert "post_train" in said(capsys, 0, "runs", *where)
+    assert "train" in said(capsys, 0, "runs", *where)
     assert "no problems found" in said(capsys, 0, "verify", "r", *where)
     listed = said(capsys, 0, "gc", "--older-than", "0", *where)
     assert "attempt-dead" in listed and "published" in listed and "nothing was removed" in listed
@@ -145,7 +145,7 @@ def test_commands_on_a_store_without_permissions(template: Path, capsys: pytest.
         capsys.readouterr()
         os.seteuid(65534)
         try:
-            assert "post_train" in said(capsys, 0, "runs", *where)
+            assert "train" in said(capsys, 0, "runs", *where)
             assert "attempt-dead" in said(capsys, 0, "gc", "--older-than", "0", *where)
             for words in (["gc", "--delete", "--older-than", "0"], ["rm", "r", "--yes", "r"]):
                 assert os.strerror(errno.EACCES) in said(capsys, 2, *words, *where)

@@ -12,23 +12,25 @@ from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.rollouts import rollouts
+from penstock.flows.runtime.retries import retried
 from penstock.flows.session import open_session
 
 
 @flow(
-    name="post-train",
+    name="train",
     flow_run_name="{config.run.run}",
     validate_parameters=True,
     on_failure=[report_end],
     on_crashed=[report_end],
 )
-def post_train(config: PostTrainConfig) -> State[None]:
+@retried
+def train(config: PostTrainConfig) -> State[None]:
     """Train a policy by reinforcement learning.
 
     Args:
         config: config of the run. If the store has a run named `run.run`, that run is resumed.
     """
-    with open_session("post_train", config) as session:
+    with open_session("train", config) as session:
         config = session.config  # every option has its final value
         if session.run.needs_rollout(session.run.num_trained_rounds()):
             session.processes.start_engines()  # the engines load while the model is converted
