@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.placement import PlacementOptions
@@ -21,7 +21,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         num_gpus, trainer_gpus = None, num_gpus or trainer_gpus
     return EngineOptions(
         spec=ServerSpec(
-            model_path=str(Path(config.convert.hf_checkpoint).resolve()),
+            model_path=os.path.realpath(config.convert.hf_checkpoint),
             port=rollout.engine_port,
             args=rollout.engine_options,
             threads=rollout.engine_threads or 1,
@@ -66,7 +66,7 @@ def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
     engines = engine_options(config)
     spec = engines.spec.model_copy(
         update={
-            "model_path": str(Path(train.served_teacher).resolve()),
+            "model_path": os.path.realpath(train.served_teacher),
             "role": "teacher",
             "weight_version": TEACHER,
             "port": 0,

@@ -49,7 +49,7 @@ def scored_again(store: Store, version: int) -> list[str]:
 def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     before = {found.key: store.read(found.key) for found in store.walk("")}
     problems = audit_run(store, RunKeys("r")).problems
-    assert problems == ["eval 20 has a policy version that was not trained: the run has 0 trained rounds"], (
+    assert len(problems) == 1 and problems[0].startswith("eval 20 has a policy version that was not trained"), (
         "by construction"
     )
     assert command(store, "--version", "20", "--eval-rm-type", "boxed_exact_number") == 0

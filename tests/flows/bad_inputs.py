@@ -308,7 +308,7 @@ def rows_of_commands() -> Iterator[Bad]:
         (("demo", "--fresh=1"), "--fresh"),
         (("demo", "--fresh", "--directory", "{root}/not-empty"), "{root}/not-empty"), (("demo", "--seed", "-1"),
         "--seed"),
-        (("deploy", "nightly"), "nightly"), (("deploy", "train", "--name", "n"), "train"), (("deploy", "train"),
+        (("deploy", "nightly"), "nightly"), (("deploy", "trian", "--name", "n"), "trian"), (("deploy", "train"),
         "--name"), (("deploy", "a", "b"), "deploy"),
         (("deploy", "--name", "n"), "deploy"), (("deploy", "train", "--name", "n", "--cron", "never"),
         "--cron"), (("deploy", "train", "--name="), "--name"),
@@ -694,7 +694,7 @@ def rows_of_async() -> Iterator[Bad]:
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
     yield on("eval", "--eval-mode", "apart", culprit="--eval-mode apart")
-    for words in ("--async-buffer-size 1 --colocate", "--async-buffer-size x"):
+    for words in ("--async-buffer-size 2 --colocate", "--async-buffer-size x"):
         yield train(*words.split(" "), culprit="--async-buffer-size")
 
 

@@ -46,7 +46,7 @@ DAMAGED_RUNS: dict[str, Damage] = {
     "surrogate": b'"\\ud800"',
     "nested": b"[" * 100_000,
     "no-flow": lambda record: record.pop("flow"),
-    "other-flow": sets(flow="train"),
+    "other-flow": sets(flow="other"),
     "no-config": lambda record: record.pop("config"),
     "config-list": sets(config=[]),
     "section-list": lambda record: record["config"].update(run=[]),

@@ -129,10 +129,10 @@ def test_curves_of_many_rounds_are_moving_averages() -> None:
         )
         for r in range(40)
     ]
-    rows = curve_rows(commits)
+    rows = curve_rows(commits, {})
     assert {*rows["reward"].numbers} == {0.5} and rows["reward"].texts[0] == "0.500 -> 0.500  (averages of 4 rounds)"
     assert rows["seconds"].numbers[0] == 1.5 and rows["seconds"].numbers[-1] == 37.5
-    assert curve_rows(commits[:4])["reward"].numbers == [0.0, 1.0, 0.0, 1.0]
+    assert curve_rows(commits[:4], {})["reward"].numbers == [0.0, 1.0, 0.0, 1.0]
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

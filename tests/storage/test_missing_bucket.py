@@ -14,7 +14,8 @@ from penstock.storage.store import Store
 
 @pytest.mark.parametrize(
     "words",
-    ["runs", "show r", "verify r", "gc", "lineage r/2", "cost r", "samples r", "report r", "track r --to mlflow",
+    ["runs", "show r", "verify r", "gc", "lineage r/2", "show r --cost", "samples r", "report r",
+     "report r --to mlflow",
      "rm r", "resume r", "fork r --at 1 --name f", "replay r"],
 )  # fmt: skip
 def test_missing_bucket_is_named(words: str, s3_options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
