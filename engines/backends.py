@@ -41,8 +41,8 @@ def stores_quantized_weights(options: EngineOptions) -> bool:
 
 
 class Capability(Enum):
-    """What an engine can do beside what every engine must do: the option that needs it, what the engine then does, and
-    whether the option is given. `EngineBackend.reason_against_adapters` decides about LoRA adapters."""
+    """What an engine can do in addition to what every engine must do: the option that needs it, what the engine then
+    does, and whether the option is given. `EngineBackend.reason_against_adapters` decides about LoRA adapters."""
 
     SEEDS = "--rollout-sampling-seeds", "samples with the seed of each request", lambda o: o.sampling_seeds
     PARAMETERS = "--rollout-sampling", "takes further sampling parameters, and checks them", lambda o: o.sampling

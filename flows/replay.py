@@ -115,8 +115,7 @@ def replay(
     if differing:
         raise ReplayError(
             f"replaying round {differing[0]} of run {run!r} gave a policy that differs from the committed one "
-            f"({total}): "
-            "check that code, GPU type and parallel layout are those of the run"
+            f"({total}): check that code, GPU type and parallel layout are those of the run"
         )
     return Completed(message=total)
 

@@ -69,7 +69,7 @@ class Lease:
 
     def _write(self) -> None:
         try:
-            process = {**_machine_identity(), "pid": os.getpid(), "started": _process_start_time(os.getpid())}
+            process = {**_machine_identity(), "pid": os.getpid(), "started": process_start_time(os.getpid())}
             process |= {"renewed": time.clock_gettime(_CLOCK)}
             self.store.replace(self.key, json.dumps(process).encode())
         except OSError as error:
@@ -120,7 +120,7 @@ def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
     if abs(age) > TTL:  # negative if the store's clock was set back: a live holder would have renewed the lease since
         return None
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
-    if is_local and _process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
+    if is_local and process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
         return None
     renewed = f"lease renewed {max(0.0, age):.0f} s ago"
     return f"process {process.get('pid', '?')} on {process.get('host', '?')} ({renewed})"
@@ -152,7 +152,7 @@ def _machine_identity() -> dict[str, Any]:
         return {"host": platform.node(), "boot": "", "processes": 0}
 
 
-def _process_start_time(pid: int) -> str:
+def process_start_time(pid: int) -> str:
     """Return the start time of a local process, in clock ticks since boot, or "" if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -212,8 +212,7 @@ class Seal:
         if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
             raise StoreError(
                 f"{self.attempt} was not committed within {SEAL_LIMIT / 2:.0f} s after its claim was created (this "
-                f"process "
-                "may have been suspended): rerun the stage"
+                "process may have been suspended): rerun the stage"
             )
 
     def release(self) -> None:

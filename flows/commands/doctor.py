@@ -35,8 +35,8 @@ penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `pen
 penstock doctor --ports
 
   Checks the installation, whether Megatron-core and the engine start, and the machine; prints how to fix problems.
-Then it prints, for each planned use (the demo, one GPU, several nodes, S3, an MLflow server), what is missing and
-the command that adds it or, if nothing is missing, the command to run. Exit code 1: a check failed.
+  Then it prints, for each planned use (the demo, one GPU, several nodes, S3, an MLflow server), what is missing and
+  the command that adds it or, if nothing is missing, the command to run. Exit code 1: a check failed.
 
   --store, --ray-address, --mlflow-tracking-uri   the services that you plan to use: they are contacted, and count as
                        checks. --store-options and --store-single-writer as in `penstock train`

@@ -168,7 +168,7 @@ def print_run(store: Store, keys: RunKeys) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Numbers that are drawn, and what is said of them, the longest text first."""
+    """The numbers of a curve, and texts about them, the longest first."""
 
     numbers: Sequence[float]
     texts: Sequence[str]
@@ -270,7 +270,7 @@ def cost_main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--cost": False, "--rounds": False, "--json": False, "--price": True})
     run = parse_run_argument("show --cost", positional)
     price = parse_number("--price", own["--price"]) if "--price" in own else None
-    store = open_store(parse_store_options(rest, "show --cost"), probe=False)
+    store = open_store(parse_store_options(with_store_of_run(rest, run), "show --cost"), probe=False)
     costs = compute_costs(store, keys_of_existing_run(store, run))
     if "--json" in own:
         print(json.dumps(asdict(costs) | {"metrics": costs.metrics(price)}, indent=1))

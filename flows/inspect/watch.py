@@ -278,4 +278,5 @@ class RemotePanel:
             spent = seconds_by_stage([each for each in (rollout, commit) if each], [])
             panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             panel.finish_round(commit.index, at)
-        panel.finished.add({"step": "train"}.get(commit.kind, commit.kind))
+        stages = {"step": "train"} | ({"rollout": "data"} if panel.flow == "sft" else {})
+        panel.finished.add(stages.get(commit.kind, commit.kind))

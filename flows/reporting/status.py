@@ -34,7 +34,7 @@ LANES: dict[str, Lane] = {"restore": "trainer"}  # stage without a commit -> its
 
 
 class StatusWriter(Observer):
-    """Overwrites status.json every STATUS_SECONDS from a thread. A failure is printed once, and the run goes on."""
+    """Overwrites status.json every STATUS_SECONDS from a thread. A failure is printed once, and the run continues."""
 
     def __init__(self, run: ActiveRun, display: Display) -> None:
         self.run = run

@@ -1,8 +1,8 @@
-"""Starts of a deployment: they wait for other drivers of the run, and `penstock deploy --retries` ends at some time.
+"""Starts of a deployment: they wait for other drivers of the run, and limit the retries of `penstock deploy`.
 
 An automation on the Prefect server runs a deployment again when a flow run of it crashes or fails (services/deploy.py).
 It works when the flow run's process, its worker or its machine is dead, but it knows nothing about the run. So the new
-start itself decides whether it may go on, from Prefect's flow runs (how many retries in a row) and the run's record
+start itself decides whether it may continue, from Prefect's flow runs (how many retries in a row) and the run's record
 (whether the same failure came twice without a new commit). It ends in a failed state of another name, which the
 automation does not expect.
 """
@@ -53,10 +53,10 @@ def retried(function: Callable[[PostTrainConfig], State[None]]) -> Callable[[Pos
             return function(config)
         try:
             store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
-            wait_for_other_drivers(store, keys)
+            has_waited = wait_for_other_drivers(store, keys)
             if allowed := os.environ.get(RETRIES):
                 number = count_retries(int(allowed))
-                if reason := refuse_retry(store, keys, number, int(allowed)):
+                if reason := refuse_retry(store, keys, number, int(allowed), has_waited=has_waited):
                     return Failed(name=NOT_RETRIED, message=reason, data=RunError(reason))
                 get_run_logger().info("retry %d of %s; the run resumes after its last committed stage", number, allowed)
             return function(config)
@@ -66,16 +66,20 @@ def retried(function: Callable[[PostTrainConfig], State[None]]) -> Callable[[Pos
     return call
 
 
-def wait_for_other_drivers(store: Store, keys: RunKeys) -> None:
-    """Wait until no process drives the run. A driver whose flow run is marked as crashed may be alive, after a pause of
-    its laptop, and then continues; the lease of one that was lost with its machine expires."""
-    said = ""
+def wait_for_other_drivers(store: Store, keys: RunKeys) -> bool:
+    """Wait until no process drives the run. Return whether one did.
+
+    A driver whose flow run is marked as crashed may be alive, after a pause of its laptop, and then continues; the
+    lease of one that was lost with its machine expires.
+    """
+    logged = ""
     while drivers := describe_live_drivers(store, keys):
         process = drivers[0].partition(" (")[0]
-        if process != said:
+        if process != logged:
             get_run_logger().warning("run %s is driven by %s; waiting until that process ends", keys.run, process)
-            said = process
+            logged = process
         time.sleep(POLL)
+    return bool(logged)
 
 
 def count_retries(allowed: int) -> int:
@@ -94,11 +98,13 @@ def count_retries(allowed: int) -> int:
     return number
 
 
-def refuse_retry(store: Store, keys: RunKeys, number: int, allowed: int) -> str:
-    """Return why retry `number` of a run does not start, or "" if it does."""
+def refuse_retry(store: Store, keys: RunKeys, number: int, allowed: int, *, has_waited: bool) -> str:
+    """Return why retry `number` of a run does not start, or "" if it does. `has_waited`: for another driver."""
     if number > allowed:
         return f"the run is not complete after {allowed} retries (--retries {allowed}); the next start resumes it"
     starts = read_starts(store, keys)[-2:]
+    if has_waited and starts and (end := starts[-1][1]) is not None and end.outcome == "STOPPED":
+        return "the run was resumed by another process and stopped on request; the next start resumes it"
     failures = ["killed" if end is None else end.error for _, end in starts]
     comparable = {re.sub(r"\d+", "#", failure) for failure in failures}  # without process ids, ports and times
     is_same = len(starts) == 2 and len(comparable) == 1 and "" not in comparable

@@ -241,7 +241,7 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
 
 def set_retry_automation(title: str, deployment_id: UUID, retries: int) -> None:
     """Create or update the automation that runs a deployment again when a flow run of it crashes or fails; remove it if
-    `retries` is 0. The new start decides whether it may go on (runtime/retries.py)."""
+    `retries` is 0. The new start decides whether it may continue (runtime/retries.py)."""
     name = f"penstock: {title} is run again after a crash"
     trigger = EventTrigger(
         after={"prefect.flow-run.Running"},  # each flow run fires once, also if its state is set again

@@ -9,14 +9,17 @@ service that dies is restarted. up.json in this user's state directory says whic
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -37,6 +40,7 @@ from penstock.flows.runtime.prefect_api import (
 )
 from penstock.flows.services.deploy import POOL, ensure_zombie_automation
 from penstock.storage.errors import OptionError
+from penstock.storage.leases import process_start_time
 from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact, write_private
 from penstock.storage.store import Store
@@ -47,7 +51,7 @@ from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
 MLFLOW_PORT = 5000
-STOP_TIMEOUT = 60.0  # seconds in which `penstock up` ends its services after SIGTERM
+STOP_TIMEOUT = 35.0  # seconds in which `penstock up` ends its services after SIGTERM
 UP_FLAGS = ("--store", "--detach", "--prefect-port", "--mlflow-port")
 
 UP_USAGE = f"""penstock up [--store URI ...] [--detach] [--prefect-port N] [--mlflow-port N]
@@ -63,8 +67,8 @@ UP_USAGE = f"""penstock up [--store URI ...] [--detach] [--prefect-port N] [--ml
 
 DOWN_USAGE = """penstock down
 
-  Ends the services that `penstock up` has started. Flow runs of its worker stop as after SIGTERM (--grace-period);
-  their next start resumes them. Other runs on this machine continue."""
+  Ends the services that `penstock up` has started. Flow runs of its worker are ended within 15 seconds; their next
+  start resumes them. Other runs on this machine continue."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Up:
     """The record of a running `penstock up`."""
 
     pid: int
-    started_at: float  # of the process, as psutil says it
+    started: str  # start time of the process (`process_start_time`)
     prefect_port: int
     pages: dict[str, str]  # store -> address of its runs in MLflow
     tracking: str | None  # where the worker's runs are tracked; None: each run in the database of its store
@@ -164,8 +168,7 @@ def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dic
             else f"{uri.rstrip('/')}/#/experiments?{VIEW}"
             for store, uri in databases.items()
         }
-        process = psutil.Process()
-        up = Up(process.pid, process.create_time(), prefect_port, pages, tracking)
+        up = Up(os.getpid(), process_start_time(os.getpid()), prefect_port, pages, tracking)
         write_private(up_path(), json.dumps(asdict(up)))
         print_links(up)
         while True:
@@ -182,7 +185,8 @@ def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dic
     finally:
         for service in reversed(services):
             service.stop()
-        up_path().unlink(missing_ok=True)
+        if (running := read_up()) is not None and running.pid == os.getpid():
+            up_path().unlink(missing_ok=True)
 
 
 def detach(argv: list[str]) -> int:
@@ -195,11 +199,15 @@ def detach(argv: list[str]) -> int:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
-    while (up := read_up()) is None:
-        if (code := process.poll()) is not None:
-            print(log.read_text(encoding="utf-8", errors="replace")[-4000:], end="", file=sys.stderr)
-            return code
-        time.sleep(0.2)
+    try:
+        while (up := read_up()) is None:
+            if (code := process.poll()) is not None:
+                print(log.read_text(encoding="utf-8", errors="replace")[-4000:], end="", file=sys.stderr)
+                return code
+            time.sleep(0.2)
+    except BaseException:  # such as Ctrl-C
+        process.terminate()
+        raise
     print_links(up)
     print(f"`penstock down` ends them (log: {log})")
     return 0
@@ -212,15 +220,13 @@ def down_main(argv: list[str]) -> int:
     if (up := read_up()) is None:
         print("`penstock up` does not run")
         return 0
-    process = psutil.Process(up.pid)
-    services = process.children(recursive=True)
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT)
-    except psutil.TimeoutExpired:
-        process.kill()  # its services end with it
-    for service in psutil.wait_procs(services, timeout=STOP_TIMEOUT)[1]:
-        service.send_signal(SIGKILL)
+    with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        process = psutil.Process(up.pid)
+        processes = [process, *process.children(recursive=True)]
+        process.terminate()
+        for remaining in psutil.wait_procs(processes, timeout=STOP_TIMEOUT)[1]:
+            with suppress(psutil.NoSuchProcess):
+                remaining.kill()
     print(f"ended `penstock up` (process {up.pid})")
     return 0
 
@@ -234,8 +240,8 @@ def read_up() -> Up | None:
     """Return the record of this user's `penstock up`, or None if it does not run."""
     try:
         up = Up(**json.loads(up_path().read_text(encoding="utf-8")))
-        return up if psutil.Process(up.pid).create_time() == up.started_at else None
-    except (FileNotFoundError, psutil.NoSuchProcess):
+        return up if process_start_time(up.pid) == up.started else None
+    except (FileNotFoundError, ValueError, TypeError):  # none, or of another release
         return None
 
 
@@ -248,9 +254,9 @@ def print_links(up: Up) -> None:
     print("In a terminal, each link logs in the browser that opens it first; other browsers ask for the login.")
     print("To use this server for runs and for the `prefect` command (Ctrl-C or `penstock down` stops all services):")
     print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile_path(up.prefect_port)))} PREFECT_PROFILE={PROFILE}")
-    if up.tracking and up.tracking.startswith(f"http://{HOST}"):  # a run then links to its MLflow page
+    port = urlsplit(up.tracking or "").port
+    if port is not None and any(page.startswith(f"http://{HOST}:{port}/") for page in up.pages.values()):
         print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={up.tracking}")
-        port = int(up.tracking.rpartition(":")[2])
         print(f"Other programs need a login for it, USER:PASSWORD in {login_path(port)}")
     sys.stdout.flush()
 

@@ -1,6 +1,6 @@
 """status.json of a run: what its driver does now, which commits do not say.
 
-The driver overwrites the record every few seconds, so that another process can show the run while it runs. It is no
+The driver overwrites the record every few seconds, so that another process can show the run while it runs. It is not
 part of any commit, and nothing depends on it. A driver that is killed leaves its last record, so a reader must compare
 its time with the clock and with the lease of the driver (`run_state`).
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from penstock.storage.commit import Frozen, RunKeys
+from penstock.storage.errors import StoreError
 from penstock.storage.history.run_record import Start, StartEnd, Time
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.store import Store
@@ -72,8 +74,11 @@ class RunStatus(Frozen):
 
 
 def read_run_status(store: Store, keys: RunKeys) -> RunStatus | None:
-    """Return the newest status of a run, or None if it has none. Raises StoreError if the record is damaged."""
-    return store.read_record(RunStatus, keys.status)
+    """Return the newest status of a run, or None if it has none, or one that is damaged or of another release: commits
+    can be shown without it."""
+    with suppress(StoreError):
+        return store.read_record(RunStatus, keys.status)
+    return None
 
 
 @dataclass(frozen=True)

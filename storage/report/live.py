@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.errors import StoreError
 from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
 from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
@@ -40,7 +39,7 @@ METRICS = (  # of the curves; charts of watch.js name them
 
 
 class LiveRun:
-    """A run that somebody watches. Thread-safe: several browsers may ask.
+    """A run that is shown on the live page. Thread-safe: several browsers may ask.
 
     Args:
         num_planned_rounds: returns how many rounds the run shall train, by its newest recorded options.
@@ -75,7 +74,7 @@ class LiveRun:
     def refresh(self) -> None:
         """Read what is new in the store, for about READ_SECONDS."""
         now = time.monotonic()
-        status = self._read_status()
+        status = read_run_status(self.store, self.keys)
         is_new = status != self._status
         if is_new:
             self._status_changed_at = now if self._status is not None else float("-inf")
@@ -95,12 +94,6 @@ class LiveRun:
             self._state = run_state(self.store, self.keys, self._starts, self._status, is_fresh=is_fresh)
         for commit in self.feed.read(READ_SECONDS):
             self._add(commit)
-
-    def _read_status(self) -> RunStatus | None:
-        try:
-            return read_run_status(self.store, self.keys)
-        except StoreError:  # of another release, or damaged: the page shows the commits
-            return None
 
     def _add(self, commit: Commit) -> None:
         kind, index = commit.listed_kind, commit.index

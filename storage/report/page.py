@@ -1,7 +1,7 @@
 """Build the HTML page of a report: one file that loads nothing.
 
 All data is embedded as gzip in base64, which cannot contain markup, and the page's script decodes it. A content
-security policy admits exactly the script and the style sheet of this folder, by their hashes, and no request at all.
+security policy admits exactly the embedded scripts and style sheets, by their hashes, and no request at all.
 
 The samples that a report shows are selected and arranged in columns: a short index of all samples, and pages with their
 texts and tokens, which the browser decodes one by one.

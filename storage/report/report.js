@@ -244,11 +244,11 @@ function showCosts(overview) {
   if (!used.length) return;
   const { metrics, wall_seconds: wall, num_starts: starts } = overview.costs;
   const joules = Object.entries(overview.costs.joules).sort((a, b) => b[1] - a[1]);
-  const energy = joules.length ? [element("p", {}, "Energy of the GPUs: " + formatNumber(metrics["cost/energy_kwh"]) + " kWh (" +
+  const energy = joules.length ? [element("p", {}, "Energy of the GPUs: " + formatNumber(metrics["usage/energy_kwh"]) + " kWh (" +
     joules.map(([stage, value]) => stage + " " + formatNumber(value) + " J").join(", ") + ").")] : [];
   const total = "The run was active for " + formatSeconds(wall) + " in " + starts + (starts === 1 ? " start" : " starts") + " and used " +
-    formatNumber(metrics["cost/device_hours"]) + " device-hours, " + formatPercent(metrics["cost/idle_ratio"]) + " of them idle" +
-    ("cost/money" in metrics ? ", for " + formatNumber(metrics["cost/money"]) : "") + ".";
+    formatNumber(metrics["usage/device_hours"]) + " device-hours, " + formatPercent(metrics["usage/idle_ratio"]) + " of them idle" +
+    ("usage/money" in metrics ? ", for " + formatNumber(metrics["usage/money"]) : "") + ".";
   const ofParts = Object.entries(parts).flatMap(([kind, entries]) => Object.entries(entries).map(([part, value]) => [kind, part, value]));
   const all = ofParts.reduce((sum, [, , value]) => sum + value, 0);
   const node = section("costs", "Costs",

@@ -166,8 +166,8 @@ class RunPage {
       element("div", { className: "facts" }, ...facts.map(([name, value]) => element("div", { className: "fact" }, element("b", {}, value), element("span", {}, name)))));
   }
 
-  // What runs now: of a stage only its part, if it has begun, which says more. The status may be older than the commits,
-  // so a round that is committed since then is not running any more.
+  // The running activities. If a part of a stage has begun, only the part is returned. The status may be older than the commits,
+  // so a round that is committed since then has ended.
   activities() {
     const { status, stages } = this.answer;
     const all = status ? status.activities : [];

@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, urlsplit
 from penstock.storage.secrets import redact, register_secret
 from penstock.storage.web.login import HOST, LOOPBACK
 
+MAX_CONNECTIONS = 64  # at the same time
 REQUEST_SECONDS = 30.0  # after which a client that sends nothing is disconnected
 POLL_SECONDS = 0.1  # within which the end of the server is noticed
 _COOKIE = "penstock"
@@ -62,6 +63,7 @@ class PageServer(ThreadingHTTPServer):
         self.token = register_secret(secrets.token_urlsafe(24))
         self.login = register_secret(secrets.token_urlsafe(24))
         self.directory = f"/{secrets.token_urlsafe(12)}/"
+        self._free = threading.Semaphore(MAX_CONNECTIONS)
         self._thread = threading.Thread(
             target=self.serve_forever, args=(POLL_SECONDS,), name="page-server", daemon=True
         )
@@ -78,6 +80,20 @@ class PageServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a request in a thread. Connections above MAX_CONNECTIONS are closed: any local user can open them, and
+        the process may be the driver of a run."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log the exception of a request, which a browser that has gone may have caused."""
@@ -115,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
                 content = self.server.respond(path, dict(parse_qsl(parts.query)))
             except Exception as error:  # the page shows it; the server continues
                 logger.debug("no answer to %s", path, exc_info=True)
-                self._send(HTTPStatus.INTERNAL_SERVER_ERROR, json_content({"error": redact(str(error)[:300])}))
+                self._send(HTTPStatus.INTERNAL_SERVER_ERROR, json_content({"error": redact(str(error))[:300]}))
                 return
             if content is None:
                 self._send(HTTPStatus.NOT_FOUND, ("text/plain", b"not found\n"))
@@ -142,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log the browser in that has the token. The page that it gets opens the first page by itself: a redirect would
         not send the cookie if the link was on a page of another server."""
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            self._send(HTTPStatus.FORBIDDEN, ("text/plain", b"This link is not valid any more.\n"))
+            self._send(HTTPStatus.FORBIDDEN, ("text/plain", b"This link has expired: open the newest link.\n"))
             return
         directory = self.server.directory
         cookie = f"{_COOKIE}={self.server.login}; Path={directory}; HttpOnly; SameSite=Strict"

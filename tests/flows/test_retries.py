@@ -37,18 +37,18 @@ def commit(store: Store, r: int, at: float) -> None:
 
 
 def test_retries_in_a_row_are_limited(store: Store) -> None:
-    assert refuse_retry(store, KEYS, 3, 3) == ""
-    assert "after 3 retries (--retries 3)" in refuse_retry(store, KEYS, 4, 3)
+    assert refuse_retry(store, KEYS, 3, 3, has_waited=False) == ""
+    assert "after 3 retries (--retries 3)" in refuse_retry(store, KEYS, 4, 3, has_waited=False)
 
 
 def test_two_kills_with_a_commit_between_are_retried(store: Store) -> None:
     start(store, 100.0)
-    assert refuse_retry(store, KEYS, 1, 9) == "", "one kill"
+    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == "", "one kill"
     commit(store, 0, 150.0)
     start(store, 200.0)
-    assert "(killed) without a new commit" in refuse_retry(store, KEYS, 2, 9)
+    assert "(killed) without a new commit" in refuse_retry(store, KEYS, 2, 9, has_waited=False)
     commit(store, 1, 250.0)
-    assert refuse_retry(store, KEYS, 2, 9) == ""
+    assert refuse_retry(store, KEYS, 2, 9, has_waited=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,23 @@ def test_same_failure_twice_without_a_commit_ends_the_retries(
 ) -> None:
     start(store, 100.0, "FAILED", first)
     start(store, 200.0, "FAILED", second)
-    assert (second in refuse_retry(store, KEYS, 2, 9)) == is_refused
+    assert (second in refuse_retry(store, KEYS, 2, 9, has_waited=False)) == is_refused
 
 
 def test_a_failure_after_a_kill_or_a_normal_end_is_retried(store: Store) -> None:
     start(store, 100.0)
     start(store, 200.0, "FAILED", "StoreError: full")
-    assert refuse_retry(store, KEYS, 1, 9) == ""
+    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == ""
     start(store, 300.0, "FINISHED")
     start(store, 400.0, "FINISHED")
-    assert refuse_retry(store, KEYS, 1, 9) == ""
+    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == ""
+
+
+def test_run_that_was_resumed_and_stopped_by_its_user_is_not_retried(store: Store) -> None:
+    start(store, 100.0)
+    start(store, 200.0, "STOPPED")
+    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == ""
+    assert "stopped on request" in refuse_retry(store, KEYS, 1, 9, has_waited=True)
 
 
 def test_start_waits_for_the_lease_of_another_driver(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +94,6 @@ def test_start_waits_for_the_lease_of_another_driver(store: Store, monkeypatch: 
     monkeypatch.setattr(retries, "get_run_logger", Log)
     monkeypatch.setattr(retries, "POLL", 0.01)
     lease = Lease(store, new_driver_lease_key(KEYS))
-    wait_for_other_drivers(store, KEYS)
+    assert wait_for_other_drivers(store, KEYS) and not wait_for_other_drivers(store, KEYS)
     [line] = lines
     assert f"run r is driven by process {os.getpid()} on" in line

@@ -20,6 +20,7 @@ from penstock.flows.cli import main
 from penstock.flows.runtime import child_process
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.services import stack
+from penstock.storage.leases import process_start_time
 from penstock.storage.store import Store
 
 
@@ -79,7 +80,7 @@ def test_store_used_last_is_shown_unless_others_are_given(
 
 
 def record_up(state: Path, process: psutil.Process, **pages: str) -> None:
-    up = stack.Up(process.pid, process.create_time(), 4299, pages, None)
+    up = stack.Up(process.pid, process_start_time(process.pid), 4299, pages, None)
     stack.write_private(state / "penstock" / "services" / "up.json", json.dumps(asdict(up)))
 
 
@@ -103,9 +104,7 @@ def test_down_ends_the_process_of_the_record_and_no_other(state: Path, capsys: p
             process = psutil.Process(child.pid)
             record_up(state, process)
             up = json.loads(stack.up_path().read_text())
-            stack.up_path().write_text(
-                json.dumps(up | {"started_at": up["started_at"] - 60})
-            )  # the pid is another's now
+            stack.up_path().write_text(json.dumps(up | {"started": up["started"] + "0"}))  # the pid is another's now
             assert main(["down"]) == 0 and "does not run" in capsys.readouterr().out and child.poll() is None
             record_up(state, process)
             assert main(["down"]) == 0 and f"(process {child.pid})" in capsys.readouterr().out

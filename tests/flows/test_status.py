@@ -180,10 +180,10 @@ def test_verify_gc_fork_and_rm_know_the_record(store: Store, tmp_path: Path) -> 
     assert orphan.files == (keys.status,)
 
 
-def test_damaged_record_is_a_store_error(store: Store) -> None:
-    store.replace(KEYS.status, b"{")
-    with pytest.raises(StoreError):
-        read_run_status(store, KEYS)
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"record_version": 99}', bytes(range(256))])
+def test_damaged_record_is_like_none(store: Store, content: bytes) -> None:
+    store.replace(KEYS.status, content)
+    assert read_run_status(store, KEYS) is None
 
 
 def test_interval_makes_at_most_720_writes_an_hour() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from penstock.storage.web.page_server import Content, PageServer, json_content
+from penstock.storage.web.page_server import MAX_CONNECTIONS, Content, PageServer, json_content
 
 SECRET = "what a page shows"
 
@@ -132,3 +133,16 @@ def test_two_servers_have_other_secrets() -> None:
     with PageServer(respond) as one, PageServer(respond) as two:
         assert len({one.token, two.token, one.login, two.login, one.directory, two.directory}) == 6
         assert request(two, two.directory, logged_in=False, Cookie=f"penstock={one.login}")[0] == 401
+
+
+def test_connections_above_the_limit_are_closed_and_the_server_continues() -> None:
+    with PageServer(respond) as server:
+        held = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(MAX_CONNECTIONS)]
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as refused:
+            assert refused.recv(1) == b""
+        for connection in held:
+            connection.close()
+        status = 0
+        while status != 200:  # as soon as the threads have seen the ends; hangs if they never do
+            with suppress(http.client.HTTPException, ConnectionError):
+                status = request(server, page(server))[0]

@@ -162,6 +162,12 @@ def test_stages_costs_and_events_follow_from_the_commits(data: dict[str, Any]) -
     costs = overview["costs"]
     assert costs["parts"]["rollout"] == {"generate": 40.0 * ROUNDS}
     assert costs["rounds"][0]["trained_tokens"] == 6 * 3.8
+    script = (Path(__file__).parents[2] / "storage/report/report.js").read_text(encoding="utf-8")
+    named = set(re.findall(r'metrics\["([\w/]+)"\]', script)) - {
+        "usage/energy_kwh",
+        "usage/money",
+    }  # those are optional
+    assert named and named <= set(costs["metrics"])
     used = sum(sum(stages.values()) for stages in costs["device_seconds"].values())
     assert used == pytest.approx(sum(costs["num_devices"].values()) * costs["wall_seconds"])
     assert [event["text"] for event in overview["events"] if "reused" in event["text"]] == [

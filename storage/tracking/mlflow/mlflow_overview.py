@@ -1,6 +1,6 @@
 """What MLflow's pages show first: charts, the columns of a stored view, the results in a run's description.
 
-MLflow 3.17 keeps the charts and columns that somebody chooses in that browser. Two things can be set here:
+MLflow 3.17 keeps the charts and columns that a user chooses in that browser. Two things can be set here:
 
 - The order of the charts, by names: MLflow puts the metrics of a run into sections by the part of their names before
   the last "/", and sorts sections and charts by name. So the main metrics are logged a second time as
