@@ -185,8 +185,9 @@ def check_adapters(
         )
     if pipeline > 1 and len(with_experts) == len(targets):
         raise OptionError(
-            f"{TARGETS} with only routed experts needs --pipeline-model-parallel-size 1, because every stage must "
-            "train a parameter outside of the experts: add attention, or use one stage"
+            f"{TARGETS} with only routed experts needs --pipeline-model-parallel-size 1, because every pipeline stage "
+            f"must train a parameter outside of the experts: add `attention` to {TARGETS}, or give "
+            "--pipeline-model-parallel-size 1"
         )
 
 

@@ -15,7 +15,7 @@ from penstock.storage.errors import LayoutError, OptionError
 
 
 class ParallelLayout(BaseModel):
-    """Number of ranks in each dimension of model parallelism."""
+    """Sizes and switches of model parallelism."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -83,8 +83,8 @@ def check_diagnostics(flow: Flow, config: PostTrainConfig) -> None:
     norms = debug.ci_save_grad_norm or debug.ci_load_grad_norm
     if norms and config.train.uses_critic and "{role}" not in norms:
         raise OptionError(
-            f"the path of gradient norms {norms} has no {{role}}, but actor and critic write one file each: add "
-            f"{{role}}"
+            f"--ci-save-grad-norm or --ci-load-grad-norm {norms} does not contain {{role}}, but actor and critic have "
+            "one file each: put {role} into the path"
         )
     if debug.use_pytorch_profiler and run.num_rollout and debug.profile_step_start >= run.num_rollout:
         raise OptionError(

@@ -57,7 +57,7 @@ class PolicySchedule:
     in_engines: int | None = None  # policy version of the engines that generate; None: unknown, or not sent yet
     is_training: bool = False
     num_sending: int = 0
-    is_reserved: bool = False  # weights are sent next, and the next round waits for that
+    is_reserved: bool = False  # the current weights are about to be sent; training, which would replace them, waits
     next_rollout: int | None = None  # round that the generating thread will generate next, set before it waits
     requested: int | None = None  # version that the generating thread evaluates before its next rollout
     evaluated: int | None = None  # version that is being evaluated while training continues

@@ -235,7 +235,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
 
 
 def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
-    """Return the session of a run, whose observers are added to `observers`."""
+    """Create the session of a run: record the start, and add the observers of the run to `observers`."""
     flow, config, uris = run.flow, run.config, tracking_uris(run.store, run.config.run)
     # Read it here, because other threads have no flow-run context. A server that ends with this process has no page
     # afterwards.

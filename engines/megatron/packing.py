@@ -76,7 +76,7 @@ class Bucket:
     num_sequences: int  # B
     rows: Tensor  # [sum of lengths]
     places: Tensor  # [sum of lengths]
-    max_seqlen: int  # L: every sequence has L places
+    max_seqlen: int  # L: padded length of every sequence
 
 
 def pack_stream(

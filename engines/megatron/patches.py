@@ -37,7 +37,7 @@ def patch_module(module: ModuleType) -> None:
     elif name == "transformer.multi_latent_attention":
         names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
     elif name == "tensor_parallel.random":
-        # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
+        # Megatron treats the default fp8=False as enabled fp8, so recomputing norms raises a NameError.
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     elif name == "optimizer.distrib_optimizer":
         # Loading raises a KeyError: torch's AdamW has `step` in every parameter's state, but a checkpoint does not.

@@ -187,8 +187,8 @@ class Supervisor:
         limit = self.health.max_restarts
         if self._num_restarts >= limit:
             raise RuntimeError(
-                f"{replica.label} failed, and this stage has already used all {limit} restarts of engines: fix "
-                f"the cause below, or raise --engine-restarts. Cause: {cause}"
+                f"{replica.label} failed, and this stage has already used all {limit} restarts of engines: raise "
+                f"--engine-restarts, or fix the cause: {cause}"
             )
         self._num_restarts += 1
         logger.warning(

@@ -184,7 +184,8 @@ class WatchedRuns:
 
 
 def row_of_list(store: Store, number: int, run: str) -> dict[str, Any] | None:
-    """Return a run as the list shows it, or None if it has neither a record nor commits."""
+    """Return the row of a run in the list of runs, or None if it has neither a record nor commits. `number`: index of
+    the store."""
     keys = RunKeys(run)
     row = {"store": number, "uri": store.uri, "run": run, "rounds": "", "reward": "", "evaluations": "", "started": ""}
     try:

@@ -199,7 +199,8 @@ def has_credentials() -> bool:
 
 
 def ray_problem(address: str) -> str:
-    """Return why a driver cannot use the Ray cluster at `address`; "" if it can and the cluster has several nodes."""
+    """Return why the Ray cluster at `address` does not serve for a run on several nodes: it does not answer, cannot be
+    used, or has only one node; else ""."""
     code = (
         f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='ERROR'); "
         "print(len([n for n in ray.nodes() if n['Alive']]), int(ray.cluster_resources().get('GPU', 0)))"

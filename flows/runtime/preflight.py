@@ -262,7 +262,7 @@ def check_save_hf(config: PostTrainConfig) -> None:
 
 
 def check_loop_options(flow: Flow, config: PostTrainConfig) -> None:
-    """Check that options of the loop of rollouts and training are not given to other flows."""
+    """Check that a flow that does not generate rollouts is not given options for them."""
     run = config.run
     if flow.has_rollouts or not flow.has_run:
         return

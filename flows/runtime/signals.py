@@ -32,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 CLEANUP = 10.0  # seconds of the grace period after the stage: stop trainer and engines, tell Prefect and the trackers
 GRACE_SECONDS = 30.0  # grace period until the run's --grace-period is known
 WATCHDOG = Path(__file__).parents[1] / "services" / "watchdog.py"
-TICK = 0.5  # seconds between two checks of the deadlines, and two exceptions that interrupt a stage
+TICK = 0.5  # seconds between checks of the deadlines; also between attempts to interrupt a stage by an exception
 
 
 class StopSignals:
@@ -40,7 +40,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self.exits = False  # the command has ended: a signal kills the process and its children
+        self.exits = False  # whether the command has ended; a signal then kills the process and its children
         self._grace_seconds = GRACE_SECONDS
         self._stop: StopRequest | None = None  # of the current session
         self._interrupts = False  # whether signals interrupt the session: not during its cleanup

@@ -80,7 +80,9 @@ def main(argv: list[str]) -> int:
     schedule = parse_schedule(own)
     retries = parse_integer("--retries", own.get("--retries", "0"))
     if retries and not flow.has_run:
-        raise OptionError(f"--retries has no effect on {flow}, which has no run that can resume: leave it out")
+        raise OptionError(
+            f"--retries has no effect on {flow}, which creates no run that a retry could resume: omit --retries"
+        )
     values = parse_values(rest)
     config = validate_config(with_sft_loss(values) if flow.has_demonstrations else values)
     check_secrets(config, allow_literal=False)
@@ -151,8 +153,9 @@ def deploy_all(address: str) -> int:
     for title in deployments:
         print(f"  {title:<22} {'deployed' if title in new else 'exists already, unchanged'}")
     print(
-        f"at {address}. Give the config when you start a run:  "
-        f"{start_command('convert/default', address)} -p config='{{...}}'"
+        f"on the Prefect server {address}. To start one, give its options as JSON by section (run, convert, rollout, "
+        "train, eval, debug):  "
+        f'{start_command("convert/default", address)} -p config=\'{{"run": {{"run": "my-run"}}, ...}}\''
     )
     return 0
 

@@ -386,8 +386,8 @@ class _RunFinder:
         sources = list(shapes)
 
         def row_numbers(source: str) -> Tensor:
-            """Return the row numbers of a source tensor. Two columns stand for all columns, to check that whole rows
-            are moved."""
+            """Return a stand-in for a source tensor, filled with its row numbers, which are unique over all sources. A
+            matrix gets two different columns, so that a layout that moves parts of rows is found."""
             rows = torch.arange(shapes[source][0], dtype=torch.int64) + sources.index(source) * _STRIDE
             return rows if len(shapes[source]) == 1 else torch.stack([2 * rows, 2 * rows + 1], dim=1)
 

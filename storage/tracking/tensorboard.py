@@ -46,7 +46,7 @@ Key = tuple[str, int, float]  # tag, step, wall time
 
 
 class TensorBoardTracker(Tracker):
-    """The tracker for TensorBoard, for one Penstock run."""
+    """Writes the records of one run to TensorBoard event files."""
 
     wants_all = True  # a crash of the machine may cut off records
 

@@ -435,7 +435,7 @@ def kill_flow_run_at(point: str, up: tuple[str, psutil.Process, Path]) -> None:
     faults, worker = up[2].parent / "faults", next(c for c in up[1].children() if "worker" in c.cmdline())
     (faults / point).touch()
     until((faults / f"{point}.reached").exists, up[2])
-    [process] = worker.children()
+    process = max(worker.children(), key=psutil.Process.create_time)  # an earlier flow run may still be ending
     process.kill()
     psutil.wait_procs([process], timeout=60)
     (faults / f"{point}.reached").unlink()

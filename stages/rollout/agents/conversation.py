@@ -277,7 +277,7 @@ class AgentSession:
         """Return the conversation that `messages` continue (forked or created if needed), and how many of `messages`
         this conversation already contains."""
         keys = [_message_comparison_key(message) for message in messages]
-        # (number of shared messages, whether they end at the last reply, conversation, number of shared turns)
+        # best match: (shared messages, whether they end at the last turn and none is busy, conversation, shared turns)
         best: tuple[int, bool, Conversation, int] | None = None
         for conversation in self._conversations:
             if (conversation.tools, conversation.template_options) != (list(tools), options):

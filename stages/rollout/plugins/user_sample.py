@@ -211,8 +211,8 @@ class UserSample(Sample):
         return self.reward if not isinstance(self.reward, dict) else self.reward[args.reward_key]
 
     def take_answers(self, answers: Sequence[EngineAnswer]) -> None:
-        """Remember the weight versions of the answers that are part of this sample, and set their log-probs, unless the
-        function has set them."""
+        """Record the weight versions of the engine's answers whose request and tokens are at the start of this sample,
+        and set their log-probs, unless the user-defined function has set log-probs."""
         tokens, logprobs = _token_ids(self), [math.nan] * len(self.token_ids)
         for answer in answers:
             start, end = len(answer.request), len(answer.request) + len(answer.token_ids)
@@ -261,7 +261,7 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     values["label"] = "" if sample.label is None else str(sample.label)
     for name in ("prompt", "response"):
         if not isinstance(values[name], str):
-            raise PluginError(f"{name} is a {type(values[name]).__name__}: set it to text")
+            raise PluginError(f"{name} of the sample has type {type(values[name]).__name__}: set it to a string")
         values[name].encode()  # raise for a lone surrogate here, not when the round is written
     return Sample(**values)
 

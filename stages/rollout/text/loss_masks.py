@@ -224,8 +224,9 @@ class _Conversation:
         )
 
     def _mark_and_locate(self, index: int) -> tuple[Message, int, int]:
-        """Return the assistant message `messages[index]` with MARK around its texts, and the start and end of these
-        texts in the rendered text without marks (`text`)."""
+        """Return a copy of the assistant message `messages[index]` with MARK around each text of its content,
+        reasoning and tool calls, and the span in `text` (rendered without marks) from the first of them to the end of
+        the last."""
         marked = _mark_texts(self.messages[index])
         try:
             return marked, *self._locate_marks(index, marked)

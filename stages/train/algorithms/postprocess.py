@@ -110,7 +110,7 @@ class _Responses:
         self.batch, self.name = batch, name
         self.positions = torch.from_numpy(batch.trained_positions)
         ends = batch.offsets[1:]
-        starts = ends.copy()  # samples without trained tokens have empty responses
+        starts = ends.copy()  # a sample without trained tokens gets an empty span: start = end
         has_trained = batch.num_trained_tokens > 0
         first = np.cumsum(batch.num_trained_tokens) - batch.num_trained_tokens
         starts[has_trained] = batch.trained_positions[first[has_trained]]
