@@ -4,7 +4,8 @@
 
 The command runs in a pseudo-terminal. Frames are taken when the screen has changed; their times are compressed to
 SECONDS, and the last frame stays for a while. Where animations are unwanted (prefers-reduced-motion), the SVG shows the
-last frame. `--save FILE` keeps the recording as JSON, and `--load FILE` draws it again.
+last frame. `--save FILE` keeps the recording as JSON, and `--load FILE` draws it again; `--begin TEXT` leaves out what
+comes before the first output that contains TEXT. Tokens in links are cut, and the working directory gets another name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import struct
 import termios
 import time
@@ -31,6 +33,8 @@ COLORS = {
     "black": "#5c6370", "red": "#e06c75", "green": "#98c379", "brown": "#e5c07b", "blue": "#61afef",
     "magenta": "#c678dd", "cyan": "#56b6c2", "white": "#dcdfe4", "default": "#c8ccd4",
 }  # fmt: skip
+HYPERLINK = re.compile(r"\x1b\]8;[^\x1b]*\x1b\\")
+TOKEN = re.compile(r"(/open/)[\w-]+")
 Event = tuple[float, str]  # seconds since the start, output
 
 
@@ -118,12 +122,18 @@ def draw(frames: list[tuple[float, list[str]]], title: str) -> str:
     )
 
 
+def clean(text: str) -> str:
+    """Return an output without what belongs to the machine of the recording."""
+    return TOKEN.sub(r"\1...", HYPERLINK.sub("", text)).replace(str(Path.cwd()), "/home/me/penstock")
+
+
 def main() -> None:
     """Record or load, and draw."""
     parser = argparse.ArgumentParser(description="Record a command in a terminal and draw it as an animated SVG.")
     parser.add_argument("output", type=Path)
     parser.add_argument("--save", type=Path, help="write the recording to this file")
     parser.add_argument("--load", type=Path, help="draw a recording instead of running a command")
+    parser.add_argument("--begin", default="", help="leave out what comes before the first output with this text")
     parser.add_argument("command", nargs="*", help="after --: the command")
     options = parser.parse_args()
     if options.load:
@@ -133,7 +143,10 @@ def main() -> None:
     if options.save:
         options.save.write_text(json.dumps(recording), encoding="utf-8")
     title = "$ " + " ".join(recording["command"])
-    events = [(0.0, f"\x1b[1m{title}\x1b[0m\r\n"), *((seconds, text) for seconds, text in recording["events"])]
+    first = next(i for i, (_, text) in enumerate(recording["events"]) if options.begin in text)
+    begin = recording["events"][first][0] if options.begin else 0.0
+    shown = [(seconds - begin, clean(text)) for seconds, text in recording["events"][first:]]
+    events = [(0.0, f"\x1b[1m{title}\x1b[0m\r\n"), *shown]
     options.output.write_text(draw(frames_of(events), title), encoding="utf-8")
 
 
