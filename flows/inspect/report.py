@@ -125,7 +125,7 @@ def read_token_texts(
     store: Store, record: RunRecord, commits: Sequence[Commit], token_ids: Sequence[int]
 ) -> dict[int, str]:
     """Return the texts of tokens (id -> text), which shards do not contain, from the tokenizer of the newest export or
-    of the run's model; {} if there is no tokenizer."""
+    of the run's model; {} without a tokenizer."""
     exports = [commit for commit in commits if commit.kind == "export"]
     for commit in exports[-1:]:
         if f"{commit.attempt}/tokenizer.json" in [file.path for file in commit.files]:

@@ -7,7 +7,6 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
 from typing import Self
 
 from penstock.engines.training import MemorySwitch
@@ -73,7 +72,8 @@ class StatusWriter(Observer):
         offset = now - time.monotonic()
         if panel.machine.get("system/cpu_utilization_percentage"):  # 0 before it was measured twice
             shown = {name: value for name, value in panel.machine.items() if name.endswith(MACHINE_METRICS)}
-            self._machine.append({"at": now, **shown})
+            self._machine.append({"at": round(now, 1), **{name: round(value, 1) for name, value in shown.items()}})
+        names = dict.fromkeys(name for row in self._machine for name in row)
         activities = [
             StatusActivity(
                 title=a.title[:MAX_TEXT], stage=a.stage, since=a.started_at + offset, done=a.done, total=a.total
@@ -102,7 +102,7 @@ class StatusWriter(Observer):
             phases=sorted([*ended, *list(self._phases)], key=lambda phase: phase.start),
             engines=panel.engines()[:MAX_TEXT],
             queue=self._queue,
-            machine=columns_of(self._machine),
+            machine={name: [row.get(name) for row in self._machine] for name in names},  # by column: names once
             messages=sorted(messages, key=lambda message: message.at),
         )
 
@@ -123,10 +123,3 @@ class StatusWriter(Observer):
                     f"the status of the run is not written ({type(error).__name__}: {str(error)[:200]}); retrying, "
                     "`penstock watch` shows only its commits until then"
                 )
-
-
-def columns_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float | None]]:
-    """Return rows of numbers, rounded to one decimal, by column, so that names are written once."""
-    rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [round(row[name], 1) if name in row else None for row in rows] for name in names}

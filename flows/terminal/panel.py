@@ -165,7 +165,7 @@ class Panel:
         return [Text("─" * width, style="dim"), *lines] if len(lines) < height else lines[:height]
 
     def phase_row(self, otherwise: str) -> Text:
-        """Return one line with the current phase and its duration; `otherwise` is shown if there is no phase."""
+        """Return one line with the current phase and its duration; `otherwise` is shown without a phase."""
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
         elapsed = format_duration(now - self.started_at)

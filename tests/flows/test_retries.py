@@ -1,4 +1,4 @@
-"""Which start of `penstock deploy --retries` goes on: test_deploy.py kills real ones."""
+"""Which start of `penstock deploy --retries` continues: test_deploy.py kills real ones."""
 
 import os
 import threading

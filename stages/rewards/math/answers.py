@@ -624,7 +624,7 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _rename_constant(tokens: list[str], others: list[str]) -> list[str]:
-    """Rename the constant of integration c in `x^2 + c` to C if `others` has C. In `ax + c`, c is no such constant."""
+    """Rename the constant of integration c in `x^2 + c` to C if `others` has C. The c of `ax + c` is none."""
     letters = {token for token in tokens if len(token) == 1 and token.isalpha()} - {"e", "i", "d"}
     if len(letters) != 2 or "c" not in letters or not {"C", f"{WORD}C"} & set(others):
         return tokens

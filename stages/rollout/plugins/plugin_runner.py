@@ -95,7 +95,7 @@ class PluginRunner:
 
 def _wait_for(result: Future[Any]) -> asyncio.Future[Any]:
     """Return a future of this event loop that is done when `result` is. The caller reads the error of `result`; the
-    callback reads the error of the returned future, because asyncio logs errors that nobody reads."""
+    callback reads the error of the returned future, because asyncio logs errors that are never read."""
     waiting = asyncio.wrap_future(result)
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiting
