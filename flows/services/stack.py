@@ -8,6 +8,7 @@ service that dies is restarted. up.json in this user's state directory says whic
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -15,7 +16,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
@@ -120,7 +122,20 @@ def up_main(argv: list[str]) -> int:
         if not database.startswith("http"):
             requested = None if mlflow_ports and ports["mlflow"] else ports["mlflow"]
             mlflow_ports[store_uri] = choose_port("mlflow", requested, MLFLOW_PORT)
-    return run_services(prefect_port, databases, mlflow_ports)
+    with lock_up():
+        return run_services(prefect_port, databases, mlflow_ports)
+
+
+@contextmanager
+def lock_up() -> Iterator[None]:
+    """Let no other process of this user run `penstock up` during the block. Raises OptionError if one does."""
+    up_path().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with up_path().with_name("up.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OptionError("another `penstock up` is starting: run the command again when it is ready") from error
+        yield
 
 
 def default_store() -> str:
@@ -185,8 +200,7 @@ def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dic
     finally:
         for service in reversed(services):
             service.stop()
-        if (running := read_up()) is not None and running.pid == os.getpid():
-            up_path().unlink(missing_ok=True)
+        up_path().unlink(missing_ok=True)
 
 
 def detach(argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """The parts of `penstock up`: ports, and child processes that are restarted and stopped. test_deploy.py runs all."""
 
+import fcntl
 import http.server
 import json
 import os
@@ -95,6 +96,15 @@ def test_second_up_prints_the_links_of_the_first(
     assert "http://127.0.0.1:4299/runs" in out and f"http://127.0.0.1:5099/#/experiments/1/runs  {store}" in out
     assert main(["up", "--store", store, "--store", str(tmp_path / "other")]) == 2
     assert f"it does not show --store {tmp_path / 'other'}" in capsys.readouterr().err
+
+
+def test_second_up_is_refused_while_the_first_one_starts(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = stack.up_path().with_name("up.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["up", "--store", str(state / "store")]) == 2
+    assert "another `penstock up` is starting" in capsys.readouterr().err
 
 
 def test_down_ends_the_process_of_the_record_and_no_other(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
