@@ -180,7 +180,7 @@ def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dic
         pages = {
             store: runs_page(mlflow_ports[store])
             if store in mlflow_ports
-            else f"{uri.rstrip('/')}/#/experiments?{VIEW}"
+            else f"{redact(uri).rstrip('/')}/#/experiments?{VIEW}"
             for store, uri in databases.items()
         }
         up = Up(os.getpid(), process_start_time(os.getpid()), prefect_port, pages, tracking)
@@ -263,7 +263,7 @@ def print_links(up: Up) -> None:
     """Print the addresses of the services of `penstock up`, and how to connect."""
     print(f"  Prefect  {page_link(f'http://{HOST}:{up.prefect_port}/runs')}")
     for store, page in up.pages.items():
-        print(f"  MLflow   {page_link(redact(page))}  {store}")
+        print(f"  MLflow   {page_link(page)}  {store}")
     print(f"  worker   pool {POOL!r}; logs in {service_directory(up.prefect_port)}")
     print("In a terminal, each link logs in the browser that opens it first; other browsers ask for the login.")
     print("To use this server for runs and for the `prefect` command (Ctrl-C or `penstock down` stops all services):")

@@ -89,11 +89,16 @@ def test_second_up_prints_the_links_of_the_first(
     state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = Store(str(tmp_path / "s"), probe=False).uri
-    record_up(state, psutil.Process(), **{store: "http://127.0.0.1:5099/#/experiments/1/runs"})
+    record_up(
+        state, psutil.Process(), **{store: "http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock"}
+    )
     assert main(["up", "--store", store]) == 0
     out = capsys.readouterr().out
     assert f"runs already (process {os.getpid()})" in out
-    assert "http://127.0.0.1:4299/runs" in out and f"http://127.0.0.1:5099/#/experiments/1/runs  {store}" in out
+    assert (
+        "http://127.0.0.1:4299/runs" in out
+        and f"http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock  {store}" in out
+    )
     assert main(["up", "--store", store, "--store", str(tmp_path / "other")]) == 2
     assert f"it does not show --store {tmp_path / 'other'}" in capsys.readouterr().err
 
