@@ -210,10 +210,15 @@ def test_printed_command_starts_as_printed(
     place: str,
     words: list[str],
     stocked_workplace: Path,
+    s3_options: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(stocked_workplace)
+    aws = {"ENDPOINT_URL": s3_options["endpoint_url"], "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
+    for name, value in aws.items():  # for --store s3://bucket without --store-options
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("STORE_KEY", "0a1b2c3d-key")
     monkeypatch.setenv("STORE_SECRET", "0a1b2c3d-hidden")
     words = [word.replace("/models/", "models/") for word in words]
