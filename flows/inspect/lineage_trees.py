@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rich.markup import escape
@@ -14,6 +15,7 @@ from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import wide_console
+from penstock.flows.terminal.lines import model_title
 from penstock.storage.commit import eval_rewards
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
@@ -26,7 +28,7 @@ USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
   Consecutive rounds without a checkpoint, evaluation or fork between them are one line.
 
   REF is {REFERENCES},
-  a prompt file, or the key of a commit.
+  a prompt file, the hash in the name of a converted model (`Qwen3-0.6B (1650300d)`), or the key of a commit.
 
   --json   the complete graph around REF: every artifact and every edge
   --dot    the same for Graphviz:  penstock lineage my-run/20 --dot | dot -Tsvg > lineage.svg"""
@@ -59,12 +61,12 @@ def print_trees(graph: LineageGraph, node: Node, store: Store, reference: str) -
     kind, _, sample_id = of_run.partition("/")
     if kind == "sample" and node.commit is not None:
         print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)])
-    console.print(f"[bold]{escape(node.name)}[/bold]  {escape(describe(node))}")
+    console.print(f"[bold]{escape(title(node))}[/bold]  {escape(describe(node))}")
     inputs = Tree("made from")
     _add_inputs(graph, inputs, node, {node.id})
     if not inputs.children:
         inputs.add("nothing in the store")
-    console.print(inputs)
+    console.print(inputs, no_wrap=True, overflow="ellipsis")
     users = Tree("used for")
     _add_users(graph, users, node)
     if node.kind == "checkpoint":  # training after a checkpoint counts as made from it
@@ -73,7 +75,7 @@ def print_trees(graph: LineageGraph, node: Node, store: Store, reference: str) -
                 _add_rounds(graph, users.add(f"run {escape(later.run)} from round {_index(later)}"), later)
     if not users.children:
         users.add("nothing yet")
-    console.print(users)
+    console.print(users, no_wrap=True, overflow="ellipsis")
 
 
 # ---- trees -----------------------------------------------------------------------------------------------------------
@@ -152,8 +154,10 @@ def _users(graph: LineageGraph, node: Node) -> list[Node]:
 
 
 def _is_below_other(user: Node, others: list[Node]) -> bool:
-    """Return whether `user` is an evaluation that is shown below its checkpoint, one of `others`."""
-    return any(role == "checkpoint" and id in [other.id for other in others] for role, id in user.inputs)
+    """Return whether `user` is an evaluation that is shown below its checkpoint, or a rescored evaluation that is shown
+    below the evaluation: one of `others`."""
+    above = [other.id for other in others]
+    return any(role in ("checkpoint", "samples") and id in above for role, id in user.inputs)
 
 
 def _inputs(graph: LineageGraph, node: Node, role: str) -> list[Node]:
@@ -162,25 +166,45 @@ def _inputs(graph: LineageGraph, node: Node, role: str) -> list[Node]:
 
 # ---- text ------------------------------------------------------------------------------------------------------------
 
+_MAX_PATH = 48  # characters of a prompt file or a source model in a tree
+
+
+def title(node: Node) -> str:
+    """Return the name of an artifact for people: as `penstock lineage` accepts it, but a converted model by its source
+    and 8 characters of its hash, a rescored evaluation by its reward, and a long path by its end."""
+    commit = node.commit
+    if commit is None:
+        path = PurePosixPath(node.id)
+        short = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else node.id
+        return short if len(short) <= _MAX_PATH else "/".join(("...", *path.parts[-2:]))
+    if commit.kind == "model":
+        source = next(iter(commit.inputs.values()), "")
+        return f"{model_title(source)} ({PurePosixPath(node.name).name.removeprefix('megatron-')[:8]})"
+    if commit.listed_kind == "rescore":
+        scoring = commit.state["scoring"]
+        reward = PurePosixPath(scoring["custom_rm_path"] or scoring["rm_type"] or "rewards of the rows").name
+        return f"{node.name.rpartition('@')[0]} ({reward})"
+    return node.name
+
 
 def describe(node: Node) -> str:
     """Return a short description of an artifact: size, reward, time."""
     commit = node.commit
     if commit is None:
         return "outside of the store"
-    parts = []
+    parts = ["converted model"] if commit.kind == "model" else []
     if commit.kind == "rollout":
         parts.append(f"{commit.num_samples():,} samples of policy version {commit.policy_version}")
     if commit.kind in ("model", "checkpoint", "export"):
         parts.append(format_bytes(sum(file.bytes for file in commit.files)))
     rewards = eval_rewards(commit).values() if commit.kind == "eval" else [commit.summary.get("rollout/raw_reward")]
-    parts += [f"mean reward {reward:.3f}" for reward in rewards if reward is not None]
+    parts += [f"reward {reward:.3f}" for reward in rewards if reward is not None]
     parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.created_at)))
     return ", ".join(parts)
 
 
 def _label(node: Node) -> str:
-    return f"{escape(node.name)}  [dim]{escape(describe(node))}[/dim]" if node.commit else escape(node.name)
+    return f"{escape(title(node))}  [dim]{escape(describe(node))}[/dim]" if node.commit else escape(title(node))
 
 
 def _index(node: Node) -> int:
@@ -220,7 +244,7 @@ def to_json(graph: LineageGraph, node: Node) -> dict[str, Any]:
 
 def node_to_json(node: Node) -> dict[str, Any]:
     commit = node.commit
-    values = {"id": node.id, "name": node.name, "kind": node.kind}
+    values = {"id": node.id, "name": node.name, "title": title(node), "kind": node.kind}
     if commit is None:
         return values
     return values | {
@@ -242,7 +266,7 @@ def to_dot(complete: dict[str, Any]) -> str:
     """Return the graph of `to_json` in Graphviz's language."""
     lines = ["digraph lineage {", "  rankdir=LR"]
     for node in complete["nodes"]:
-        lines.append(f"  {json.dumps(node['id'])} [label={json.dumps(node['name'])}, shape={_SHAPES[node['kind']]}]")
+        lines.append(f"  {json.dumps(node['id'])} [label={json.dumps(node['title'])}, shape={_SHAPES[node['kind']]}]")
     for edge in complete["edges"]:
         label = json.dumps(edge["role"])
         lines.append(f"  {json.dumps(edge['from'])} -> {json.dumps(edge['to'])} [label={label}]")

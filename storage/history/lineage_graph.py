@@ -172,6 +172,9 @@ def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
     for id in (reference, commit_key(reference), str(Path(reference).absolute())):
         if id in graph.nodes:
             return graph.nodes[id]
+    hashes = ("models/", "models/megatron-") if len(reference) >= 8 else ()  # of a converted model, or its beginning
+    if models := [id for id in graph.nodes for start in hashes if id.startswith(f"{start}{reference}")]:
+        return graph.nodes[models[0]]
     run, _, rest = reference.partition("/")
     if run not in graph.models:
         names = ", ".join(sorted(graph.models)) or "none"

@@ -9,7 +9,9 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import main as fork
+from penstock.flows.inspect import lineage_trees
 from penstock.flows.inspect.read_samples import describe_sample
+from penstock.flows.terminal.console import wide_console
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.history.lineage_graph import LineageGraph, find_node, read_lineage
 from penstock.storage.samples.sample import Sample, Status
@@ -36,6 +38,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     base = CheckpointRef(key="models/def.commit.json", uri="", format="torch_dist", policy_version=0)
     old.create("runs/g/base.json", base.model_dump_json().encode())
     make_run(old, config_of(old, data, "g"), rounds=1)
+    warm = {"kind": "model", "policy_version": 0, "inputs": {"checkpoint": "/models/warm"}}
+    commit_files(old, "models/megatron-0123456789abcdef", {"weights": b"w"}, **warm)
+    scored = {"kind": "eval", "run": "r", "index": 5, "policy_version": 5, "summary": {"eval/sums@1a2b3c4d": 0.5}}
+    scored["inputs"] = {"samples": commit_key(keys.eval_prefix(5, "sums"))}
+    scored["state"] = {"scoring": {"custom_rm_path": "/rewards/exact.py:score", "rm_type": None}}
+    commit_files(old, keys.eval_prefix(5, "sums@1a2b3c4d"), {"part": b"s"}, **scored)
     (place / "old").rename(place / "runs")
     return Store(str(place / "runs"))
 
@@ -51,7 +59,8 @@ def names(nodes) -> set[str]:
 
 def test_graph_has_every_commit_once_and_every_input_of_a_commit_is_an_edge(store: Store, graph: LineageGraph) -> None:
     prefixes = [prefix for run in ("r", "f", "g") for prefix in committed_prefixes(store, RunKeys(run))]
-    keys = {commit_key(prefix) for prefix in [*prefixes, "models/abc", "models/def"]}
+    models = ("models/abc", "models/def", "models/megatron-0123456789abcdef")
+    keys = {commit_key(prefix) for prefix in [*prefixes, *models]}
     copies = {key for key in keys if key.startswith("runs/f/") and key.replace("/f/", "/r/") in keys}
     copies -= {commit_key(RunKeys("f").rollout_prefix(r)) for r in (4, 5)}
     copies -= {commit_key(RunKeys("f").step_prefix(r)) for r in (4, 5)}
@@ -89,6 +98,7 @@ def test_lineage_crosses_fork_export_and_moved_store(store: Store, graph: Lineag
         ("f/prompt/000000004", "r/rollout/1"),
         ("r/sample/eval-000005-sums-000000000-00", "r/eval/5/sums"),
         ("models/def", "models/def"),
+        ("0123456789", "models/megatron-0123456789abcdef"),
         ("runs/r/steps/000002.commit.json", "r/step/2"),
     ],
 )
@@ -152,6 +162,20 @@ def test_printed_trees_name_rounds_forks_and_runs(store: Store, capsys: pytest.C
         assert any(line.startswith(start) for line in used), start
     assert main(["lineage", "r/sample/000000004-01", "--store", store.root]) == 0
     assert "sample 000000004-01" in capsys.readouterr().out
+
+
+def test_printed_names_have_no_hash_and_each_artifact_is_one_line_of_a_terminal(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lineage_trees, "wide_console", lambda: wide_console(60))
+    assert main(["lineage", "r/5", "--store", store.root]) == 0
+    lines = [line.strip("│├└─ ") for line in capsys.readouterr().out.splitlines()]
+    assert sum(line.startswith("r/eval/5/sums (exact.py:score)  reward 0.5") for line in lines) == 1
+    assert sum(line.startswith("r/5 (def)  converted model") for line in lines) == 1
+    assert not any("1a2b3c4d" in line or len(line) > 60 for line in lines)
+    assert sum(line.endswith("data.jsonl") for line in lines) == 1, "the end of a long path"
+    assert main(["lineage", "01234567", "--store", store.root]) == 0
+    assert capsys.readouterr().out.startswith("warm (01234567)  converted model, 1 B")
 
 
 def test_json_and_dot_have_the_complete_graph(
