@@ -264,8 +264,8 @@ class RemotePanel:
             for each in (shown.activities if shown else ())
         ]
         panel.phase = (shown.phase if shown else "") or ("no new status" if self.state.kind == "silent" else "")
-        newest = {name: values[-1] for name, values in (shown.machine if shown else {}).items() if name != "at"}
-        panel.machine = {name: value for name, value in newest.items() if value is not None}
+        newest = {name: values[-1] for name, values in (shown.series if shown else {}).items()}
+        panel.machine = {k: value for k, value in newest.items() if value is not None and k.startswith("system/")}
         panel.engines = lambda: shown.engines if shown else ""
 
     def _add(self, commit: Commit, at: float) -> None:

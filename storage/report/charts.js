@@ -1,7 +1,7 @@
 
 // Charts, drawn by uPlot: curves over rounds or time, and lanes with bars. Each has a read-out for mouse and keyboard.
 
-const CHART_HEIGHT = 190, LANE_HEIGHT = 26, LANE_AXIS = 76;
+const CHART_HEIGHT = 190, LANE_HEIGHT = 28;
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [4, 2]];
 const plots = new Set(); // of this page, to be drawn again when the colours change
 
@@ -136,7 +136,7 @@ function drawIntervals(u, series) {
 
 // ---- lanes ------------------------------------------------------------------------------------------------------------
 
-// Bars in lanes, the first lane on top. A bar is {lane, start, end, colour, label, pale, hollow}; if it has no length it
+// Bars in lanes, the first lane on top; a name may have two lines. A bar is {lane, start, end, colour, label, pale, hollow}; if it has no length it
 // is a point. Areas {start, end} are grey in all lanes. `describe(bar)` is the text of the read-out. `node.update(bars,
 // areas, range)` shows others.
 function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or use the arrow keys.", ticks } = {}) {
@@ -159,7 +159,7 @@ function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or us
     legend: { show: false }, cursor: { x: false, y: false, drag: { x: false, y: false }, points: { show: false } },
     scales: { x: { time: false, range: () => shown.range }, y: { range: [0, count] } },
     axes: [axis({ size: 24, space: 90, incrs: ticks, values: (_, marks) => marks.map((x) => formatX(x)) }),
-      axis({ size: LANE_AXIS, grid: { show: false }, splits: () => names.map((_, i) => count - i - 0.5), values: () => names, side: 3 })],
+      axis({ size: 16 + 6 * Math.max(...names.flatMap((name) => name.split("\n").map((line) => line.length))), grid: { show: false }, splits: () => names.map((_, i) => count - i - 0.5), values: () => names, side: 3 })],
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     hooks: { setCursor: [find], draw: [(u) => drawBars(u, shown, count)] },
   };

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys, model_title
 from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
 from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
@@ -128,9 +128,7 @@ class LiveRun:
             self.refresh()
             if self.record is None:
                 return None
-            state, status = self._state, self._status
-            is_active = state.kind in ("running", "silent")
-            last_sign = state.since
+            state, last_sign = self._state, self._state.since
             if state.kind == "killed":
                 last_sign = max([last_sign or 0.0, *(commit.created_at for commit in self.newest.values())])
             shown = {
@@ -142,8 +140,7 @@ class LiveRun:
                     "driver": state.driver,
                     "num_starts": len(self._starts),
                 },
-                "status": status.model_dump(exclude={"messages"}) if status and is_active else None,
-                "messages": [message.model_dump() for message in status.messages] if status else [],
+                "status": self._status.model_dump() if self._status else None,
                 "stages": self._newest_stages(),
                 "now": time.time(),
                 "num_loading": self.feed.num_waiting,
@@ -158,7 +155,7 @@ class LiveRun:
         return {
             "run": self.keys.run,
             "flow": record.flow,
-            "model": record.config.get("convert", {}).get("hf_checkpoint"),
+            "model": model_title(record.config.get("convert", {}).get("hf_checkpoint", "")),
             "store": self.store.uri,
             "parent": parent.model_dump(include={"run", "at"}) if parent else None,
             "started_at": record.created_at,
