@@ -154,12 +154,13 @@ function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or us
     const [x, y] = [u.cursor.left * uPlot.pxRatio + u.bbox.left, u.cursor.top * uPlot.pxRatio + u.bbox.top];
     choose(shown.boxes.findLastIndex((box) => box && x >= box[0] - 2 && x <= box[0] + box[2] + 2 && y >= box[1] && y <= box[1] + box[3]));
   };
-  const count = names.length;
+  const count = names.length, lines = names.map((name) => name.split("\n"));
   const options = {
     legend: { show: false }, cursor: { x: false, y: false, drag: { x: false, y: false }, points: { show: false } },
     scales: { x: { time: false, range: () => shown.range }, y: { range: [0, count] } },
     axes: [axis({ size: 24, space: 90, incrs: ticks, values: (_, marks) => marks.map((x) => formatX(x)) }),
-      axis({ size: 16 + 6 * Math.max(...names.flatMap((name) => name.split("\n").map((line) => line.length))), grid: { show: false }, splits: () => names.map((_, i) => count - i - 0.5), values: () => names, side: 3 })],
+      axis({ size: 16 + 6 * Math.max(...lines.flat().map((line) => line.length)), lineGap: 1.1, grid: { show: false },
+        splits: () => lines.map((of, i) => count - i - 0.5 + (of.length - 1) * 6 / LANE_HEIGHT), values: () => names, side: 3 })],
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     hooks: { setCursor: [find], draw: [(u) => drawBars(u, shown, count)] },
   };

@@ -25,7 +25,7 @@ const PHASES = { // stage of a commit or of the driver -> [lane or group of lane
   rollout: ["engines", "generate"], eval: ["evaluation", "evaluate"], step: ["trainer", "train"], train: ["trainer", "train"],
   checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], publish: ["trainer", "publish"], export: ["driver", "export"], data: ["driver", "read data"],
 };
-const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", start: "--faint", offload: "--heat", other: "--soft" };
+const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--heat", other: "--soft" };
 const STATES = { running: "running", silent: "no sign of life", killed: "killed", ended: "ended", waiting: "not started" };
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
@@ -100,7 +100,7 @@ class RunPage {
     this.now = section("now", "Now", card());
     this.grids = {};
     for (const [id, title] of [["learning", "Reward and evaluations"], ["lanes", "Lanes of the last rounds"], ["speed", "Speed and lengths"],
-      ["policy", "Policy"], ["machine", "Engines and the driver's machine, the last five minutes"], ["samples", "Newest samples"], ["messages", "Warnings and messages"]]) {
+      ["policy", "Policy"], ["machine", "Engines and machine"], ["samples", "Newest samples"], ["messages", "Warnings and messages"]]) {
       this.grids[id] = element("div", { className: ["lanes", "samples", "messages"].includes(id) ? "" : "curves" + (id === "learning" ? " wide" : "") });
       section(id, title, this.grids[id]);
     }
