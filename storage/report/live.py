@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -128,19 +129,16 @@ class LiveRun:
             self.refresh()
             if self.record is None:
                 return None
-            state, last_sign = self._state, self._state.since
+            state, status, last_sign = self._state, self._status, self._state.since
+            of_start = status is not None and status.start == len(self._starts) - 1
+            is_current = of_start and state.kind in ("running", "silent")  # otherwise the status is that of the end
             if state.kind == "killed":
                 last_sign = max([last_sign or 0.0, *(commit.created_at for commit in self.newest.values())])
             shown = {
                 "header": self._header(self.record),
-                "state": {
-                    "kind": state.kind,
-                    "since": last_sign,
-                    "outcome": state.outcome,
-                    "driver": state.driver,
-                    "num_starts": len(self._starts),
-                },
-                "status": self._status.model_dump() if self._status else None,
+                "state": asdict(state) | {"since": last_sign, "num_starts": len(self._starts)},
+                "status": status.model_dump() if status else None,
+                "is_current": is_current,
                 "stages": self._newest_stages(),
                 "now": time.time(),
                 "num_loading": self.feed.num_waiting,
@@ -150,7 +148,6 @@ class LiveRun:
     def _header(self, record: RunRecord) -> dict[str, Any]:
         rewards = self._columns.get("rollout/raw_reward", array("d"))[: self.num_trained]
         rollout, checkpoint = self.newest.get("rollout"), self.newest.get("checkpoint")
-        start = self._starts[-1][0] if self._starts else Start(at=record.created_at)
         parent = record.parent
         return {
             "run": self.keys.run,
@@ -158,7 +155,6 @@ class LiveRun:
             "model": model_title(record.config.get("convert", {}).get("hf_checkpoint", "")),
             "store": self.store.uri,
             "parent": parent.model_dump(include={"run", "at"}) if parent else None,
-            "started_at": record.created_at,
             "num_rounds": self.num_trained,
             "num_planned_rounds": self._num_planned,
             "first_reward": to_json_number(rewards[0]) if rewards else None,
@@ -166,9 +162,7 @@ class LiveRun:
             "last_checkpoint": checkpoint.index if checkpoint else None,
             "newest_rollout": rollout.index if rollout and rollout.files else None,
             "newest_is_trained": bool(rollout and rollout.index < self.num_trained),
-            "trainer_devices": start.trainer_devices,
-            "engine_devices": start.engine_devices,
-            "colocated": start.colocated,
+            "colocated": bool(self._starts) and self._starts[-1][0].colocated,
         }
 
     def _newest_stages(self) -> list[dict[str, Any]]:

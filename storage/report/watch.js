@@ -22,7 +22,7 @@ const CHARTS = [ // [section, title, unit, [[metric, label], ...]]
 const HIDDEN_AT_ZERO = ["Staleness", "Truncated and failed", "Loss"];
 
 const PHASES = { // stage of a commit or of the driver -> [lane or group of lanes, phase]
-  rollout: ["engines", "generate"], eval: ["evaluation", "evaluate"], step: ["trainer", "train"], train: ["trainer", "train"],
+  rollout: ["engines", "generate"], eval: ["engines", "evaluate"], step: ["trainer", "train"], train: ["trainer", "train"],
   checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], publish: ["trainer", "publish"], export: ["driver", "export"], data: ["driver", "read data"],
 };
 const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--heat", other: "--soft" };
@@ -166,13 +166,11 @@ class RunPage {
       element("div", { className: "facts" }, ...facts.map(([name, value]) => element("div", { className: "fact" }, element("b", {}, value), element("span", {}, name)))));
   }
 
-  isActive() { return ["running", "silent"].includes(this.answer.state.kind); }
-
   // The running activities. If a part of a stage has begun, only the part is returned. The status may be older than the commits,
   // so a round that is committed since then has ended.
   activities() {
-    const { status, stages } = this.answer;
-    const all = status && this.isActive() ? status.activities : [];
+    const { status, stages, is_current } = this.answer;
+    const all = is_current ? status.activities : [];
     const ended = ({ title, stage, since }) => stages.some(({ kind, index, end }) => kind in PHASES && PHASES[stage] &&
       PHASES[kind][1] === PHASES[stage][1] && end > since && index === roundOf(title));
     return all.filter((one) => !ended(one) && (one.total !== null ||
@@ -206,7 +204,7 @@ class RunPage {
       element("b", {}, one.title), element("span", { className: "soft" }, "for " + ago(status.at - one.since)),
       ...(one.total ? [element("progress", { max: one.total, value: one.done }), element("span", { className: "soft" },
         integerFormat.format(one.done) + " of " + integerFormat.format(one.total) + ", " + integerFormat.format(one.total - one.done) + " waiting or running")] : [])));
-    if (status && this.isActive()) {
+    if (this.answer.is_current) {
       if (!rows.length) activities.push(element("div", { className: "activity" }, element("b", {}, status.phase || "between two stages")));
       const depth = status.queue["rollout/queue_depth"], requests = (name) => sum(this.engineSeries(name).map(({ y }) => y.at(-1)));
       lines.push([status.engines, ...(this.engineSeries("running").length ? [requests("running") + " requests running, " + requests("waiting") + " waiting"] : []),
@@ -249,8 +247,9 @@ class RunPage {
   // ---- lanes ----------------------------------------------------------------------------------------------------------
 
   laneBars() {
-    const { stages, status, header } = this.answer;
-    const bar = (of, phase, index, start, end, text) => ({ of, start, end, text,
+    const { stages, status, header, is_current } = this.answer;
+    const apart = status && status.lanes.some(({ group }) => group === "evaluation");
+    const bar = (of, phase, index, start, end, text) => ({ of: phase === "evaluate" && apart ? ["evaluation"] : of, start, end, text,
       colour: PHASE_COLOURS[phase] || PHASE_COLOURS.other, label: phase + (index === null ? "" : " " + index) });
     const bars = stages.map(({ kind, index, task, start, end }) => {
       const [lane, phase] = kind === "rollout" && header.flow === "sft" ? PHASES.data : PHASES[kind];
@@ -265,7 +264,7 @@ class RunPage {
       const [lane, phase] = PHASES[stage] || ["driver", stage];
       running([lane], phase, roundOf(title), since, Math.max(since, status.at), title + " (running)");
     }
-    for (const { name, starting_since: since } of status && this.isActive() ? status.lanes : []) {
+    for (const { name, starting_since: since } of is_current ? status.lanes : []) {
       if (since) running([name], "start", null, since, status.at, "start (running)");
     }
     const rounds = stages.filter(({ kind }) => kind === "rollout" || kind === "step").map(({ start }) => start);
@@ -273,19 +272,16 @@ class RunPage {
     return bars.filter((one) => one.end >= first).sort((a, b) => a.start - b.start);
   }
 
-  // The lanes of the processes that the status names, or of groups of them; the driver's is the last one.
+  // The lanes of the processes that the status names; where it names none, one for all engines or for the trainer.
   laneRows(bars) {
-    const { status } = this.answer, known = status ? status.lanes : [];
-    const named = (group) => known.some((lane) => lane.group === group) || !bars.some(({ of }) => of.includes(group));
-    const groups = ["engines", "trainer"].filter((group) => !named(group)).map((group) => ({ name: group, group, devices: "" }));
-    return [...known, ...groups, { name: "driver", group: "driver", devices: "" }];
+    const known = this.answer.status ? this.answer.status.lanes : [];
+    const isMissing = (group) => bars.some(({ of }) => of.includes(group)) && !known.some((lane) => lane.group === group);
+    return [...known, ...["engines", "trainer"].filter(isMissing).map((group) => ({ name: group, group, devices: "" })), { name: "driver", devices: "" }];
   }
 
   showLanes() {
-    const { header, status } = this.answer, all = this.laneBars(), rows = this.laneRows(all);
-    const evaluators = rows.some(({ group }) => group === "evaluation") ? "evaluation" : "engines";
-    const isIn = ({ name, group }, of) => of.some((one) => one === name || (one === "evaluation" ? evaluators : one) === group);
-    const bars = all.flatMap((bar) => rows.flatMap((row, lane) => (isIn(row, bar.of) ? [{ ...bar, lane, name: row.name }] : [])));
+    const { header, status, is_current } = this.answer, all = this.laneBars(), rows = this.laneRows(all);
+    const bars = all.flatMap((bar) => rows.flatMap(({ name, group }, lane) => (bar.of.includes(name) || bar.of.includes(group) ? [{ ...bar, lane, name }] : [])));
     const names = rows.map(({ name, devices }) => (devices ? name + "\n" + devices : name));
     if (!this.lanes || this.lanes.names !== names.join()) {
       this.lanes = lanes(names, "Lanes of engines, trainer and driver", clock,
@@ -299,13 +295,11 @@ class RunPage {
       this.lanesNote = element("p", { className: "soft" });
       this.grids.lanes.replaceChildren(card(element("div", { className: "legend" }, ...legend, element("span", {}, "empty: idle or waiting")), this.lanes, this.lanesNote));
     }
-    const now = this.isActive() && status ? this.serverTime() : Math.max(...bars.map((one) => one.end), 1);
+    const now = is_current ? this.serverTime() : Math.max(...bars.map((one) => one.end), 1);
     const start = Math.min(...bars.map((one) => one.start), now - 1);
-    this.lanes.update(bars, this.isActive() && status ? [{ start: status.at, end: now }] : [], [start, now]);
-    const hasGpus = rows.some(({ devices }) => devices.includes("GPU"));
-    const devices = header.trainer_devices + header.engine_devices ? "Devices: " + header.engine_devices + " of the engines, " + header.trainer_devices + " of the trainer" +
-      (!hasGpus ? ", without GPUs" : header.colocated ? ", the same ones: engines and trainer take turns" : ", different ones") + ". " : "";
-    this.lanesNote.textContent = devices + "The ranks of the trainer do everything together and have one lane. Pale bars are running; what has happened in the grey time is not known yet.";
+    this.lanes.update(bars, is_current ? [{ start: status.at, end: now }] : [], [start, now]);
+    const sharing = !rows.some(({ devices }) => devices.includes("GPU")) ? "" : header.colocated ? "Engines and trainer share their GPUs and take turns. " : "Engines and trainer have GPUs of their own. ";
+    this.lanesNote.textContent = sharing + "The ranks of the trainer do everything together and have one lane. Pale bars are running; what has happened in the grey time is not known yet.";
   }
 
   // ---- machine, messages, samples -------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ KEYS = RunKeys("r")
 
 
 @pytest.fixture(params=["directory", "object store"])
-def store(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(live, "READ_SECONDS", 60.0)  # also on a slow machine
     uri = str(tmp_path / "store") if request.param == "directory" else f"memory://{tmp_path.name}"
     store = Store(uri)
     create_record(store)
@@ -229,16 +230,17 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
     record_start(store, KEYS, Start())
     write_status(store, phase="stopping")
     assert answer(run)["state"]["kind"] == "silent"  # the lease says that the driver is alive
-    assert answer(run)["status"]["phase"] == "stopping"
+    assert answer(run)["status"]["phase"] == "stopping" and answer(run)["is_current"]
     lease.release()
     shown = answer(run)
-    assert shown["state"]["kind"] == "killed" and shown["status"] is None
+    assert shown["state"]["kind"] == "killed" and not shown["is_current"]
     commit_rollout(store, 0, created_at=time.time() + 100)
     answer(run)
     assert answer(run)["state"]["since"] > time.time() + 50  # a commit is a sign of life, too
     lease = Lease(store, new_driver_lease_key(KEYS))
     record_start(store, KEYS, Start())  # resumed: the status is that of the start before
     assert answer(run)["state"]["kind"] == "running" and answer(run)["state"]["num_starts"] == 2
+    assert not answer(run)["is_current"]
     record_end(store, KEYS, 1, "FINISHED")
     lease.release()
     assert answer(run)["state"] | {"since": 0} == {
@@ -261,7 +263,7 @@ def test_damaged_status_hides_nothing_else(store: Store) -> None:
     commit_round(store, 0)
     store.replace(KEYS.status, b'{"record_version": 9}')
     shown = answer(live_run(store))
-    assert shown["status"] is None and shown["header"]["num_rounds"] == 1 and shown["messages"] == []
+    assert shown["status"] is None and shown["header"]["num_rounds"] == 1
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
