@@ -191,7 +191,7 @@ class SGLangClient(EngineClient):
     def num_requests(self, url: str, timeout: float = 30) -> tuple[int, int] | None:
         try:
             return control.num_requests(url, timeout)
-        except (EngineGone, EngineRefused):  # refused: an older release
+        except (EngineGone, EngineRefused, KeyError):  # an older release may not have the route or these numbers
             return None
 
     # ---- inside ------------------------------------------------------------------------------------------------------
