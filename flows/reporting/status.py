@@ -136,6 +136,7 @@ class StatusWriter(Observer):
         gpus = {"trainer": [(rank.node, gpu) for rank in ranks for gpu in rank.gpu_ids]}
         gpus |= {replica.label: replica.gpus() for _, replica in replicas}
         nodes = list(dict.fromkeys(node for of_lane in gpus.values() for node, _ in of_lane))
+        without_gpus = "external" if self.processes.setup.options.external else "CPU"
         for group, replica in replicas:
             known = self._lanes.get(name := replica.label)
             since = known.starting_since if known else None
@@ -144,9 +145,7 @@ class StatusWriter(Observer):
             elif since is not None:
                 self._phases.append(StatusPhase(lanes=[name], phase="start", start=since, end=now))
                 since = None
-            devices = describe_gpus(gpus[name], nodes) or (
-                "external" if self.processes.setup.options.external else "CPU"
-            )
+            devices = describe_gpus(gpus[name], nodes) or without_gpus
             self._lanes[name] = StatusLane(name=name, group=group, devices=devices, starting_since=since)
         if ranks:
             devices = describe_gpus(gpus["trainer"], nodes) or f"CPU, {len(ranks)} rank{'s'[: len(ranks) - 1]}"

@@ -31,12 +31,24 @@ LANE_ROUNDS = 8
 NUM_BEST = 3  # samples with the highest reward of a round, and as many with the lowest
 RECORDS_SECONDS = 10.0  # between two readings of starts and lease
 
-METRICS = (  # of the curves; charts of watch.js name them
-    *("rollout/raw_reward", "train/loss", "train/entropy_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm"),
-    *("train/train_rollout_logprob_abs_diff", "rollout/response_len/mean", "rollout/response_len/max"),
-    *("rollout/truncated_ratio", "rollout/failed_ratio", "rollout/staleness/mean", "rollout/staleness/max"),
-    *("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s", "perf/engine_idle_ratio"),
-)
+CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (  # section, title, unit, metric -> label of its curve
+    ("learning", "Reward", "mean of a round", {"rollout/raw_reward": "reward"}),
+    ("learning", "Loss", "", {"train/loss": "loss"}),
+    ("speed", "Tokens per second", "", {
+        "perf/tokens_per_gpu_per_sec": "generated, per GPU", "perf/actor_train_tok_per_s": "trained",
+    }),
+    ("speed", "Response length", "tokens", {"rollout/response_len/mean": "mean", "rollout/response_len/max": "max"}),
+    ("speed", "Staleness", "policy versions", {"rollout/staleness/mean": "mean", "rollout/staleness/max": "max"}),
+    ("speed", "Idle engines", "fraction of the time", {"perf/engine_idle_ratio": "idle"}),
+    ("policy", "Entropy", "nats per token", {"train/entropy_loss": "entropy"}),
+    ("policy", "KL", "nats per token", {"train/kl_loss": "to the reference", "train/ppo_kl": "old − current"}),
+    ("policy", "Gap of log-probs", "mean |train − rollout|, nats", {"train/train_rollout_logprob_abs_diff": "gap"}),
+    ("policy", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
+    ("policy", "Truncated and failed", "fraction of samples", {
+        "rollout/truncated_ratio": "truncated", "rollout/failed_ratio": "failed",
+    }),
+)  # fmt: skip
+METRICS = [name for *_, curves in CHARTS for name in curves]
 
 
 class LiveRun:
@@ -196,6 +208,8 @@ class LiveRun:
                 "metrics": values,
             },
         }
+        if not known:
+            out["charts"] = CHARTS
         if not known or parts[3] != str(len(self.evaluations)):
             out["evaluations"] = sorted(self.evaluations, key=lambda entry: (entry["task"], entry["version"]))
         return out

@@ -6,19 +6,6 @@ const POLL_MS = 5000, LOAD_MS = 100;
 const PARAMETERS = new URLSearchParams(location.search);
 const EVALUATIONS_SHOWN = 4; // data sets in the chart
 
-const CHARTS = [ // [section, title, unit, [[metric, label], ...]]
-  ["learning", "Reward", "mean of a round", [["rollout/raw_reward", "reward"]]],
-  ["learning", "Loss", "", [["train/loss", "loss"]]],
-  ["speed", "Tokens per second", "", [["perf/tokens_per_gpu_per_sec", "generated, per GPU"], ["perf/actor_train_tok_per_s", "trained"]]],
-  ["speed", "Response length", "tokens", [["rollout/response_len/mean", "mean"], ["rollout/response_len/max", "max"]]],
-  ["speed", "Staleness", "policy versions", [["rollout/staleness/mean", "mean"], ["rollout/staleness/max", "max"]]],
-  ["speed", "Idle engines", "fraction of the time", [["perf/engine_idle_ratio", "idle"]]],
-  ["policy", "Entropy", "nats per token", [["train/entropy_loss", "entropy"]]],
-  ["policy", "KL", "nats per token", [["train/kl_loss", "to the reference"], ["train/ppo_kl", "old \u2212 current"]]],
-  ["policy", "Gap of log-probs", "mean |train \u2212 rollout|, nats", [["train/train_rollout_logprob_abs_diff", "gap"]]],
-  ["policy", "Gradient norm", "before clipping", [["train/grad_norm", "norm"]]],
-  ["policy", "Truncated and failed", "fraction of samples", [["rollout/truncated_ratio", "truncated"], ["rollout/failed_ratio", "failed"]]],
-];
 const HIDDEN_AT_ZERO = ["Staleness", "Truncated and failed", "Loss"];
 
 const PHASES = { // stage of a commit or of the driver -> [lane or group of lanes, phase]
@@ -129,7 +116,7 @@ class RunPage {
     return answer.num_loading ? LOAD_MS : POLL_MS;
   }
 
-  merge({ cursor, curves, evaluations }) {
+  merge({ cursor, curves, charts, evaluations }) {
     const { first, round, metrics } = curves;
     const names = new Set([...Object.keys(this.curves.metrics), ...Object.keys(metrics)]);
     const before = first ? this.curves : { round: [], metrics: {} };
@@ -142,6 +129,7 @@ class RunPage {
     this.curves = { round: rounds, metrics: merged };
     this.cursor = cursor;
     if (evaluations) this.evaluations = evaluations;
+    if (charts) this.charts = charts; // [section, title, unit, {metric: label}]
   }
 
   serverTime() { return Date.now() / 1000 + this.clockOffset; }
@@ -154,7 +142,7 @@ class RunPage {
       ["rounds trained of planned", header.num_rounds + " of " + header.num_planned_rounds],
       ...(header.first_reward === null ? [] : [["reward, first to last round", formatNumber(header.first_reward) + " \u2192 " + formatNumber(header.last_reward)]]),
       ...(isNumber(last("perf/tokens_per_gpu_per_sec")) ? [["tokens/s generated, per GPU", formatNumber(last("perf/tokens_per_gpu_per_sec"))]] : []),
-      ...(last("rollout/staleness/max") ? [["staleness of the newest round, mean and most", formatNumber(last("rollout/staleness/mean")) + ", " + last("rollout/staleness/max")]] : []),
+      ...(last("rollout/staleness/max") ? [["staleness of the newest round, mean and max", formatNumber(last("rollout/staleness/mean")) + ", " + last("rollout/staleness/max")]] : []),
       ["last checkpoint", header.last_checkpoint === null ? "none" : "version " + header.last_checkpoint],
     ];
     const parent = header.parent ? "fork of " + header.parent.run + " at round " + header.parent.at : "";
@@ -226,8 +214,8 @@ class RunPage {
 
   showCharts() {
     const { round, metrics } = this.curves;
-    for (const [grid, title, unit, all] of CHARTS) {
-      const series = all.filter(([name]) => (metrics[name] || []).some((value) => isNumber(value) && (value !== 0 || !HIDDEN_AT_ZERO.includes(title))));
+    for (const [grid, title, unit, all] of this.charts) {
+      const series = Object.entries(all).filter(([name]) => (metrics[name] || []).some((value) => isNumber(value) && (value !== 0 || !HIDDEN_AT_ZERO.includes(title))));
       if (title === "Loss" && (metrics["rollout/raw_reward"] || []).some(isNumber)) continue; // of supervised fine-tuning
       if (series.length) this.showFigure(grid, title, unit, "round", series.map(([name, label]) => ({ label, x: round, y: metrics[name] })));
       if (title === "Reward" && this.evaluations.length) this.showEvaluations();
