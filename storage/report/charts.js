@@ -176,7 +176,7 @@ function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or us
   return node;
 }
 
-// Of bars that would cover the same pixel of their lane, only the first is drawn.
+// Of bars that would cover the same pixel of their lane, only the first is drawn, and those that are `over` others.
 function drawBars(u, shown, count) {
   const { ctx, bbox } = u, ratio = uPlot.pxRatio;
   const px = (x) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, u.valToPos(x, "x", true)));

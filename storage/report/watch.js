@@ -168,7 +168,8 @@ class RunPage {
   // The newest numbers of requests that are "running" or "waiting", as a curve of each engine.
   engineSeries(name) {
     const { series } = this.answer.status, start = "requests/" + name + "/";
-    return Object.keys(series).filter((key) => key.startsWith(start)).map((key) => ({ label: key.slice(start.length), x: series.at, y: series[key] }));
+    const keys = Object.keys(series).filter((key) => key.startsWith(start)).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    return keys.map((key) => ({ label: key.slice(start.length), x: series.at, y: series[key] }));
   }
 
   showNow() {
@@ -245,7 +246,7 @@ class RunPage {
     });
     for (const { lanes, phase, index, start, end } of status ? status.phases : []) {
       const name = /: (offload|onload|release|resume)/.test(phase) ? "offload" : phase;
-      bars.push(bar(lanes, name, index, start, end, phase + (index === null ? "" : " version " + index)));
+      bars.push({ ...bar(lanes, name, index, start, end, phase + (index === null ? "" : " version " + index)), over: true });
     }
     const running = (...of) => bars.push({ ...bar(...of), pale: true });
     for (const { title, stage, since } of this.activities()) {
