@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.storage.commit import Commit, RunKeys, model_title
 from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
 from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
 from penstock.storage.report.data import is_inherited, task_of, to_json_number
-from penstock.storage.report.page import ReportSamples, SamplePages
-from penstock.storage.samples.shards import read_table, read_trained_tokens
+from penstock.storage.report.page import STATUSES, ReportSamples, SamplePages
+from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
 
 READ_SECONDS = 0.05  # of commits for one answer; the next answer has more
@@ -56,12 +55,19 @@ class LiveRun:
 
     Args:
         num_planned_rounds: returns how many rounds the run shall train, by its newest recorded options.
+        read_token_texts: returns id -> text of tokens, by the run's record and newest commits.
     """
 
-    def __init__(self, store: Store, keys: RunKeys, num_planned_rounds: Callable[[Store, RunKeys], int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keys: RunKeys,
+        num_planned_rounds: Callable[[Store, RunKeys], int],
+        read_token_texts: Callable[[Store, RunRecord, Sequence[Commit], Sequence[int]], dict[int, str]],
+    ) -> None:
         self.store = store
         self.keys = keys
-        self._num_planned_rounds = num_planned_rounds
+        self._num_planned_rounds, self._read_token_texts = num_planned_rounds, read_token_texts
         self._lock = threading.Lock()
         self._begin(None)
 
@@ -80,7 +86,7 @@ class LiveRun:
         self._status: RunStatus | None = None
         self._status_changed_at = float("-inf")  # by this machine's monotonic clock
         self._state = RunState("waiting")
-        self._samples: tuple[tuple[int, bool], ReportSamples] | None = None
+        self._samples: tuple[tuple[int, bool], dict[str, Any]] | None = None
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -224,31 +230,27 @@ class LiveRun:
 
     # ---- samples -----------------------------------------------------------------------------------------------------
 
-    def best_and_worst_samples(self) -> ReportSamples | None:
+    def samples(self) -> dict[str, Any] | None:
         """Return the samples with the highest and the lowest rewards of the newest rollout, those with the highest
         first, or None if the run has none. They are read once for each rollout, and again when it was trained."""
         with self._lock:
-            rollout, step = self.newest.get("rollout"), self.newest.get("step")
-        if rollout is None or not rollout.files:
+            record, rollout, step = self.record, self.newest.get("rollout"), self.newest.get("step")
+        if record is None or rollout is None or not rollout.files:
             return None
         step = step if step is not None and step.index == rollout.index else None
         key = (rollout.index, step is not None)
-        if self._samples is not None and self._samples[0] == key:
-            return self._samples[1]
-        table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
-        rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
-        rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
-        shown = table.take(pa.array(rows, pa.int64())).to_pylist()
-        trained = read_trained_tokens(self.store, step) if step is not None else None
-        if trained is not None:
-            trained = trained.filter(
-                pc.is_in(trained.column("sample_id"), pa.array([row["sample_id"] for row in shown]))
-            )
-        tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
-        pages = SamplePages(ReportSamples(num_total=len(table), sets=["training"]))
-        for row in shown:
-            pages.add("training", rollout.index, row, tokens.get(row["sample_id"]))
-        self._samples = (key, pages.finish())
+        if self._samples is None or self._samples[0] != key:
+            table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
+            rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
+            rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
+            pages = SamplePages(ReportSamples(num_total=len(table), sets=["training"]))
+            pages.add_table("training", rollout.index, table.take(pa.array(rows, pa.int64())), self.store, step)
+            samples = pages.finish()
+            commits = list(self.newest.values())
+            texts = self._read_token_texts(self.store, record, commits, sorted(samples.token_ids))
+            value = {"round": rollout.index, "num_samples": len(table), "index": samples.index, "statuses": STATUSES}
+            value |= {"page": samples.pages[0] if rows else {}, "token_texts": texts}
+            self._samples = key, value
         return self._samples[1]
 
 

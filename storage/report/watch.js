@@ -288,7 +288,8 @@ class RunPage {
     const start = Math.min(...bars.map((one) => one.start), now - 1);
     this.lanes.update(bars, is_current ? [{ start: status.at, end: now }] : [], [start, now]);
     const sharing = !rows.some(({ devices }) => devices.includes("GPU")) ? "" : header.colocated ? "Engines and trainer share their GPUs and take turns. " : "Engines and trainer have GPUs of their own. ";
-    this.lanesNote.textContent = sharing + "The ranks of the trainer do everything together and have one lane. Pale bars are running; what has happened in the grey time is not known yet.";
+    this.lanesNote.textContent = sharing + "The ranks of the trainer do everything together and have one lane." +
+      (is_current ? " Pale bars are running; what has happened in the grey time is not known yet." : "");
   }
 
   // ---- machine, messages, samples -------------------------------------------------------------------------------------

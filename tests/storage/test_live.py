@@ -63,7 +63,7 @@ def commit_eval(store: Store, version: int, task: str, mean: float = 0.25) -> No
 
 
 def live_run(store: Store) -> LiveRun:
-    return LiveRun(store, KEYS, lambda store, keys: 9)
+    return LiveRun(store, KEYS, lambda store, keys: 9, lambda *_: {1: "one"})
 
 
 def answer(run: LiveRun, since: str = "") -> dict[str, Any]:
@@ -282,8 +282,8 @@ def test_demonstrations_without_rewards_are_shown(store: Store) -> None:
         store, 0, [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
     )
     answer(run)
-    shown = run.best_and_worst_samples()
-    assert shown is not None and shown.pages[0]["id"] == [str(k) for k in range(6)]
+    shown = run.samples()
+    assert shown is not None and shown["page"]["id"] == [str(k) for k in range(6)]
 
 
 def test_best_and_worst_are_of_different_groups() -> None:
@@ -300,7 +300,7 @@ def test_best_and_worst_are_of_different_groups() -> None:
 
 def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run, reads = live_run(store), []
-    assert run.best_and_worst_samples() is None
+    assert run.samples() is None
     read_table = live.read_table
     monkeypatch.setattr(live, "read_table", lambda *args: reads.append(args) or read_table(*args))
     for r in range(2):
@@ -314,8 +314,8 @@ def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch
         ]  # fmt: skip
         commit_samples(store, r, samples)
         answer(run)
-        shown = run.best_and_worst_samples()
-        assert run.best_and_worst_samples() is shown
-        assert shown is not None and shown.num_total == 8
-        assert shown.index["reward"] == [7 / 8, 6 / 8, 5 / 8, 2 / 8, 1 / 8, 0]
-        assert shown.pages[0]["response"] == ["<img src=x>"] * 6 and len(reads) == r + 1
+        shown = run.samples()
+        assert run.samples() is shown
+        assert shown is not None and (shown["num_samples"], shown["token_texts"]) == (8, {1: "one"})
+        assert shown["index"]["reward"] == [7 / 8, 6 / 8, 5 / 8, 2 / 8, 1 / 8, 0]
+        assert shown["page"]["response"] == ["<img src=x>"] * 6 and len(reads) == r + 1
