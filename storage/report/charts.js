@@ -136,9 +136,9 @@ function drawIntervals(u, series) {
 
 // ---- lanes ------------------------------------------------------------------------------------------------------------
 
-// Bars in lanes, the first lane on top; a name may have two lines. A bar is {lane, start, end, colour, label, pale, hollow}; if it has no length it
-// is a point. Areas {start, end} are grey in all lanes. `describe(bar)` is the text of the read-out. `node.update(bars,
-// areas, range)` shows others.
+// Bars in lanes, the first lane on top; a name may have two lines. A bar is {lane, start, end, colour, label, pale,
+// hollow, over}; if it has no length it is a point. Areas {start, end} are grey in all lanes. `describe(bar)` is the text
+// of the read-out. `node.update(bars, areas, range)` shows others.
 function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or use the arrow keys.", ticks } = {}) {
   const readout = element("p", { className: "readout", role: "status" }, hint);
   const holder = element("div", { className: "plot", tabIndex: 0, role: "img", "aria-label": xTitle + "; arrow keys read the bars" });

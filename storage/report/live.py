@@ -238,8 +238,8 @@ class LiveRun:
         if record is None or rollout is None or not rollout.files:
             return None
         step = step if step is not None and step.index == rollout.index else None
-        key = (rollout.index, step is not None)
-        if self._samples is None or self._samples[0] != key:
+        key, known = (rollout.index, step is not None), self._samples
+        if known is None or known[0] != key:
             table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
             rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
             rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
@@ -250,8 +250,8 @@ class LiveRun:
             texts = self._read_token_texts(self.store, record, commits, sorted(samples.token_ids))
             value = {"round": rollout.index, "num_samples": len(table), "index": samples.index, "statuses": STATUSES}
             value |= {"page": samples.pages[0] if rows else {}, "token_texts": texts}
-            self._samples = key, value
-        return self._samples[1]
+            known = self._samples = key, value
+        return known[1]
 
 
 def best_and_worst(rewards: Sequence[float | None], groups: Sequence[str]) -> list[int]:
