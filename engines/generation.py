@@ -270,6 +270,11 @@ class EngineClient(ABC):
         that the engine has loaded, the policy version of the adapter.
         """
 
+    def num_requests(self, url: str, timeout: float = 30) -> tuple[int, int] | None:
+        """Return how many requests of all clients the engine at `url` is generating, and how many wait in its queue;
+        None if it does not answer or does not count them."""
+        return None
+
     async def close(self) -> None:  # noqa: B027
         """Close the HTTP connections to the engines, which abort the requests in flight on them."""
 

@@ -254,9 +254,9 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
         config.model_dump(mode="json"),
     )
     tracking.record_missing_commits(run.store, run.keys)
-    add_observers(observers, run, display, tracking)
-    run.record_start(page or str(flow_run.id or ""))
     processes = Processes(run, display.note, has_trainer=gpu_flow(config.flow, config).trains)
+    add_observers(observers, run, display, tracking, processes)
+    run.record_start(page or str(flow_run.id or ""))
     session = Session(run, display, tracking, observers, processes, stop)
 
     def links() -> dict[str, str]:  # title -> URL of the pages of this flow run in Prefect and of the run in trackers

@@ -11,6 +11,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
@@ -323,3 +324,9 @@ def attempt_in_path(path: str) -> str | None:
     "/data/runs/runs/r/exports/000005/attempt-0a" -> "runs/r/exports/000005/attempt-0a". None for other paths."""
     match = _ATTEMPT.search(path)
     return match[0] if match else None
+
+
+def model_title(path: str) -> str:
+    """Return a short name of a model: RUN/VERSION for the export or checkpoint of a run, else the directory's name."""
+    parts = (attempt_in_path(path) or "").split("/")
+    return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name

@@ -134,9 +134,10 @@ class EnginePool:
                 replica.finish_adoption()
             return [replica.wait_for_url() for replica in self._replicas]
 
-    def have_started(self) -> list[bool]:
-        """Return for each engine whether it has started, as far as is known. Does not wait."""
-        return [replica.known_url is not None for replica in self._replicas]
+    @property
+    def replicas(self) -> list[Replica]:
+        """Return the engines, of which some may be starting."""
+        return list(self._replicas)
 
     def places(self, urls: Sequence[str]) -> dict[str, ProcessPlace]:
         """Return where the engines at `urls` run: URL -> place."""
@@ -148,11 +149,6 @@ class EnginePool:
         replicas = [*self._replicas, *self._split_off]
         known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
         return {url: known[url].actors[0] for url in urls if url in known}
-
-    def gpus(self) -> list[tuple[str, str]]:
-        """Return (Ray node id, GPU id) of every GPU of the engines; [] on CPU, and for external engines."""
-        replicas = [replica for replica in self._replicas if isinstance(replica, RayReplica)]
-        return [gpu for replica in replicas for gpu in replica.gpus()]
 
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.

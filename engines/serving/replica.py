@@ -76,6 +76,10 @@ class Replica(ABC):
     def place(self) -> ProcessPlace:
         """Return where the server runs."""
 
+    def gpus(self) -> list[tuple[str, str]]:
+        """Return (Ray node id, GPU id) of every GPU of the engine; [] on CPU, and if it is external."""
+        return []
+
     def answers_requests(self) -> bool:
         """Return whether the server runs and answers a request for its weight version. This does not detect a stuck
         scheduler, unlike `generates_tokens`."""
@@ -205,7 +209,6 @@ class RayReplica(Replica):
                 time.sleep(0.1)
 
     def gpus(self) -> list[tuple[str, str]]:
-        """Return (Ray node id, GPU id) of every GPU of the engine; [] on CPU."""
         return [(slot.node, gpu) for slot in self._slots for gpu in slot.gpu_ids]
 
     def finish_adoption(self) -> None:

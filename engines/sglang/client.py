@@ -188,6 +188,12 @@ class SGLangClient(EngineClient):
             return version
         return adapter_requests.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
 
+    def num_requests(self, url: str, timeout: float = 30) -> tuple[int, int] | None:
+        try:
+            return control.num_requests(url, timeout)
+        except (EngineGone, EngineRefused, KeyError):  # an older release may not have the route or these numbers
+            return None
+
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     async def _generate(

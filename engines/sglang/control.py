@@ -89,6 +89,13 @@ def weight_version(url: str, timeout: float = 30) -> str:
     return str(call_server(url, "/model_info", timeout=timeout)["weight_version"])
 
 
+def num_requests(url: str, timeout: float = 30) -> tuple[int, int]:
+    """Return how many requests the server is generating and how many wait. SGLang's schedulers write these numbers into
+    shared memory anyway, so the server's answer does not interrupt them."""
+    loads = call_server(url, "/v1/loads?include=core", timeout=timeout)["loads"]
+    return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
+
+
 def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...], int]:
     """Return SGLang's release as three numbers, for instance (0, 5, 21), and the server's tensor-parallel size."""
     info = call_server(url, "/server_info", timeout=timeout)

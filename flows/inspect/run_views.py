@@ -26,11 +26,10 @@ from penstock.flows.terminal.lines import (
     COLUMNS,
     format_duration,
     format_with_interval,
-    model_title,
     short_exponent,
     sparkline,
 )
-from penstock.storage.commit import Commit, RunKeys, eval_rewards
+from penstock.storage.commit import Commit, RunKeys, eval_rewards, model_title
 from penstock.storage.errors import PenstockError, RunError
 from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts

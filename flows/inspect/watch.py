@@ -31,7 +31,7 @@ from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.history.run_status import STATUS_SECONDS, RunState, RunStatus, read_run_status, run_state
 from penstock.storage.report.live import LiveRun
-from penstock.storage.report.page import SHARED_SCRIPTS, STATUSES, UPLOT, ReportSamples, read_asset
+from penstock.storage.report.page import SHARED_SCRIPTS, UPLOT, read_asset
 from penstock.storage.secrets import write_private
 from penstock.storage.store import Store
 from penstock.storage.web.login import service_directory
@@ -118,7 +118,6 @@ class WatchedRuns:
         self.stores = stores
         self._runs: dict[tuple[int, str], LiveRun] = {}
         self._lock, self._list_lock = threading.Lock(), threading.Lock()
-        self._samples: dict[LiveRun, tuple[ReportSamples, Content]] = {}  # of the newest rollout
         self._list: list[dict[str, Any]] = []
         self._list_expires = float("-inf")
 
@@ -131,9 +130,7 @@ class WatchedRuns:
             return json_content({"runs": self.list_runs()})
         if path not in ("api/run", "api/samples") or (run := self._live_run(query)) is None:
             return None
-        if path == "api/samples":
-            return self._newest_samples(run)
-        value = run.answer(query.get("since", ""))
+        value = run.samples() if path == "api/samples" else run.answer(query.get("since", ""))
         return None if value is None else json_content(value)
 
     def _live_run(self, query: dict[str, str]) -> LiveRun | None:
@@ -146,28 +143,8 @@ class WatchedRuns:
                 store = self.stores[place[0]]
                 if not store.exists(RunKeys(name).record):
                     return None
-                self._runs[place] = LiveRun(store, RunKeys(name), num_planned_rounds)
+                self._runs[place] = LiveRun(store, RunKeys(name), num_planned_rounds, read_token_texts)
             return self._runs[place]
-
-    def _newest_samples(self, run: LiveRun) -> Content | None:
-        """Return the best and the worst samples of the newest rollout, with the texts of their tokens; None without
-        one."""
-        samples, record = run.best_and_worst_samples(), run.record
-        if samples is None or record is None or not samples.pages:
-            return None
-        known = self._samples.get(run)
-        if known is None or known[0] is not samples:
-            texts = read_token_texts(run.store, record, list(run.newest.values()), sorted(samples.token_ids))
-            value = {
-                "round": samples.index["round"][0],
-                "num_samples": samples.num_total,
-                "index": samples.index,
-                "page": samples.pages[0],
-                "statuses": STATUSES,
-                "token_texts": {str(token): text for token, text in texts.items()},
-            }
-            known = self._samples[run] = samples, json_content(value)
-        return known[1]
 
     def list_runs(self) -> list[dict[str, Any]]:
         """Return a row for each run, the newest run first. The list is used for LIST_SECONDS, or for ten times as long
@@ -264,8 +241,8 @@ class RemotePanel:
             for each in (shown.activities if shown else ())
         ]
         panel.phase = (shown.phase if shown else "") or ("no new status" if self.state.kind == "silent" else "")
-        newest = {name: values[-1] for name, values in (shown.machine if shown else {}).items() if name != "at"}
-        panel.machine = {name: value for name, value in newest.items() if value is not None}
+        newest = {name: values[-1] for name, values in (shown.series if shown else {}).items()}
+        panel.machine = {k: value for k, value in newest.items() if value is not None and k.startswith("system/")}
         panel.engines = lambda: shown.engines if shown else ""
 
     def _add(self, commit: Commit, at: float) -> None:

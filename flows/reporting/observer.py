@@ -24,9 +24,11 @@ class Observer:
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
         """A stage has returned a commit, whose record is at `key`. It is new unless the trackers had it before."""
 
-    def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
-        """Policy `version` was loaded into engines. `switches`: moves of state between devices and host memory since
-        the previous weight update."""
+    def on_publish(
+        self, version: int, urls: list[str], metrics: dict[str, float], switches: list[MemorySwitch]
+    ) -> None:
+        """Policy `version` was loaded into the engines at `urls`. `switches`: moves of state between devices and host
+        memory since the previous weight update."""
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Round `rollout_id` is about to be trained; `metrics` say how far generation overlapped with training before

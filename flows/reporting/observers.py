@@ -12,6 +12,7 @@ from penstock.flows.reporting.observer import Observer, Observers
 from penstock.flows.reporting.prefect_page import FinalReport, PrefectPage
 from penstock.flows.reporting.status import StatusWriter
 from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import ActiveRun, logs_of_run
 from penstock.flows.runtime.signals import patience_after
 from penstock.storage.commit import Commit
@@ -21,7 +22,9 @@ from penstock.storage.tracking.delivery import RunTracking, read_committed, read
 DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
 
 
-def add_observers(observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
+def add_observers(
+    observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking, processes: Processes
+) -> None:
     """Add the observers of a run, in the order in which they are notified. They are exited in the reverse order."""
     logs = logs_of_run(run.store, run.keys) or scratch.temp_base_directory()
     report, results = FinalReport(run, display, tracking), Results(run, display, tracking)
@@ -30,7 +33,7 @@ def add_observers(observers: Observers, run: ActiveRun, display: Display, tracki
         display.warn(text)
         get_run_logger().warning(text)
 
-    observers.add(StatusWriter(run, display))
+    observers.add(StatusWriter(run, display, processes))
     observers.add(HangDetector(run.config.run.hang_timeout, display.warn, logs))
     observers.add(PrefectPage(run, display, tracking, report))
     observers.add(results)
@@ -54,7 +57,9 @@ class Results(Observer):
         self.display = display
         self.tracking = tracking
 
-    def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
+    def on_publish(
+        self, version: int, urls: list[str], metrics: dict[str, float], switches: list[MemorySwitch]
+    ) -> None:
         self.display.publish_seconds.append(metrics["perf/update_weights_time"])
         for switch in switches:
             self.display.note(f"moved GPU memory: {switch}")

@@ -44,8 +44,7 @@ from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.retries import TAG
 from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
-from penstock.flows.terminal.lines import model_title
-from penstock.storage.commit import Commit, RunKeys, evaluation_rewards, training_rewards
+from penstock.storage.commit import Commit, RunKeys, evaluation_rewards, model_title, training_rewards
 from penstock.storage.history.run_record import list_starts, read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact

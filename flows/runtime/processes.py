@@ -274,7 +274,8 @@ class Processes:
 
     def describe_engines(self, version: int | None) -> str:
         """Return how many engines have started, and their policy `version`; "" before their start. Does not wait."""
-        started = [ready for role, pool in self.pools.items() if role != "teacher" for ready in pool.have_started()]
+        replicas = [each for role, pool in self.pools.items() if role != "teacher" for each in pool.replicas]
+        started = [replica.known_url is not None for replica in replicas]
         if not all(started):
             return f"{sum(started)} of {len(started)} engines started"
         policy = "" if version is None else f" at version {version}"
@@ -322,7 +323,8 @@ class Processes:
         """Return the energy counters of the engines' GPUs, or, with `evaluation`, of the engines that evaluate; {} if
         energy is not measured."""
         roles = ["evaluation" if self.setup.evaluates_apart else "rollout"] if evaluation else ["rollout", "teacher"]
-        return self._read_counters([gpu for role in roles if role in self.pools for gpu in self.pools[role].gpus()])
+        replicas = [replica for role in roles if role in self.pools for replica in self.pools[role].replicas]
+        return self._read_counters([gpu for replica in replicas for gpu in replica.gpus()])
 
     def used_joules(self) -> float | None:
         """Return the energy in joules that the GPUs of trainer and engines have used since this object was created, or

@@ -26,7 +26,7 @@ from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.failpoints import failpoint
 
 Urls = Callable[[], list[str]]  # returns the addresses of the live engines
-OnPublished = Callable[[int, dict[str, float], list[MemorySwitch]], None]
+OnPublished = Callable[[int, list[str], dict[str, float], list[MemorySwitch]], None]
 
 
 class PolicyEngines:
@@ -34,8 +34,8 @@ class PolicyEngines:
 
     Args:
         processes: trainer and engines.
-        on_published: called after each weight update with (policy version, metrics, moves of state between devices and
-            host memory since the previous weight update).
+        on_published: called after each weight update with (policy version, addresses of the engines, metrics, moves of
+            state between devices and host memory since the previous weight update).
     """
 
     def __init__(self, processes: Processes, on_published: OnPublished) -> None:
@@ -178,7 +178,7 @@ class PolicyPublisher:
         switches, processes.memory_switches = processes.memory_switches, []
         if run.alternates_trainer_and_engines:
             switches += trainer.take_memory_switches()
-        self.on_published(version, metrics, switches)
+        self.on_published(version, urls, metrics, switches)
 
     def transport(self, trainer: TrainerGroup, urls: list[str], version: int) -> WeightTransport:
         """Return the transport of policy `version` to the engines at `urls`. For transport over disk, the files are

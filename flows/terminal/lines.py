@@ -11,12 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import PurePath
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from penstock.storage.commit import Commit, attempt_in_path, eval_rewards, evaluation_rewards, training_rewards
+from penstock.storage.commit import Commit, eval_rewards, evaluation_rewards, training_rewards
 
 MAX_COLUMNS = 100  # width of the line of a round
 BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
@@ -115,12 +114,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if high == low:
         return BLOCKS[len(BLOCKS) // 2] * size
     return "".join(BLOCKS[min(int((mean - low) / (high - low) * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
-
-
-def model_title(path: str) -> str:
-    """Return a short name of a model: RUN/VERSION for the export or checkpoint of a run, else the directory's name."""
-    parts = (attempt_in_path(path) or "").split("/")
-    return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name
 
 
 def format_duration(seconds: float) -> str:

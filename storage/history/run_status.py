@@ -25,7 +25,16 @@ STATUS_SECONDS = 5.0  # between two writes
 SILENT_SECONDS = 15.0  # without a new record, after which a reader looks for the lease of the driver
 
 Text = Annotated[str, Field(max_length=400)]
-Lane = Literal["engines", "trainer", "driver"]
+Group = Literal["engines", "evaluation", "trainer"]
+
+
+class StatusLane(Frozen):
+    """A lane of the page: an engine, or the trainer, whose ranks do everything together."""
+
+    name: Text  # "engine 0"
+    group: Group  # "engines" generate rollouts; those of the group "evaluation" only evaluate
+    devices: Text = ""  # in words; equal devices of two lanes are shared
+    starting_since: Time | None = None  # of an engine that is starting
 
 
 class StatusActivity(Frozen):
@@ -41,7 +50,7 @@ class StatusActivity(Frozen):
 class StatusPhase(Frozen):
     """Something that has ended and that no commit records, for instance a weight update."""
 
-    lane: Lane
+    lanes: list[Text]  # names of lanes or of groups, or "driver"
     phase: Text
     index: int | None = None  # policy version
     start: Time
@@ -66,10 +75,12 @@ class RunStatus(Frozen):
     pid: int
     phase: Text = ""  # what happens outside the stages, for instance the shutdown
     activities: list[StatusActivity] = Field(default_factory=list)
+    lanes: list[StatusLane] = Field(default_factory=list)  # of all processes since the start
     phases: list[StatusPhase] = Field(default_factory=list)
     engines: Text = ""  # how many have started, and the policy version that they serve
     queue: dict[str, float] = Field(default_factory=dict)  # newest metrics of the queue between engines and trainer
-    machine: dict[str, list[float | None]] = Field(default_factory=dict)  # newest values of `system/...`, times as `at`
+    # Newest values of `system/...` and of `requests/running/engine 0` and `requests/waiting/...`, their times as `at`.
+    series: dict[str, list[float | None]] = Field(default_factory=dict)
     messages: list[StatusMessage] = Field(default_factory=list)
 
 

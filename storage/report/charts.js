@@ -1,7 +1,7 @@
 
 // Charts, drawn by uPlot: curves over rounds or time, and lanes with bars. Each has a read-out for mouse and keyboard.
 
-const CHART_HEIGHT = 190, LANE_HEIGHT = 26, LANE_AXIS = 76;
+const CHART_HEIGHT = 190, LANE_HEIGHT = 28;
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [4, 2]];
 const plots = new Set(); // of this page, to be drawn again when the colours change
 
@@ -136,9 +136,9 @@ function drawIntervals(u, series) {
 
 // ---- lanes ------------------------------------------------------------------------------------------------------------
 
-// Bars in lanes, the first lane on top. A bar is {lane, start, end, colour, label, pale, hollow}; if it has no length it
-// is a point. Areas {start, end} are grey in all lanes. `describe(bar)` is the text of the read-out. `node.update(bars,
-// areas, range)` shows others.
+// Bars in lanes, the first lane on top; a name may have two lines. A bar is {lane, start, end, colour, label, pale,
+// hollow, over}; if it has no length it is a point. Areas {start, end} are grey in all lanes. `describe(bar)` is the text
+// of the read-out. `node.update(bars, areas, range)` shows others.
 function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or use the arrow keys.", ticks } = {}) {
   const readout = element("p", { className: "readout", role: "status" }, hint);
   const holder = element("div", { className: "plot", tabIndex: 0, role: "img", "aria-label": xTitle + "; arrow keys read the bars" });
@@ -154,12 +154,13 @@ function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or us
     const [x, y] = [u.cursor.left * uPlot.pxRatio + u.bbox.left, u.cursor.top * uPlot.pxRatio + u.bbox.top];
     choose(shown.boxes.findLastIndex((box) => box && x >= box[0] - 2 && x <= box[0] + box[2] + 2 && y >= box[1] && y <= box[1] + box[3]));
   };
-  const count = names.length;
+  const count = names.length, lines = names.map((name) => name.split("\n"));
   const options = {
     legend: { show: false }, cursor: { x: false, y: false, drag: { x: false, y: false }, points: { show: false } },
     scales: { x: { time: false, range: () => shown.range }, y: { range: [0, count] } },
     axes: [axis({ size: 24, space: 90, incrs: ticks, values: (_, marks) => marks.map((x) => formatX(x)) }),
-      axis({ size: LANE_AXIS, grid: { show: false }, splits: () => names.map((_, i) => count - i - 0.5), values: () => names, side: 3 })],
+      axis({ size: 16 + 6 * Math.max(...lines.flat().map((line) => line.length)), lineGap: 1.1, grid: { show: false },
+        splits: () => lines.map((of, i) => count - i - 0.5 + (of.length - 1) * 6 / LANE_HEIGHT), values: () => names, side: 3 })],
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     hooks: { setCursor: [find], draw: [(u) => drawBars(u, shown, count)] },
   };
@@ -175,7 +176,7 @@ function lanes(names, xTitle, formatX, describe, { hint = "Point at a bar, or us
   return node;
 }
 
-// Of bars that would cover the same pixel of their lane, only the first is drawn.
+// Of bars that would cover the same pixel of their lane, only the first is drawn, and those that are `over` others.
 function drawBars(u, shown, count) {
   const { ctx, bbox } = u, ratio = uPlot.pxRatio;
   const px = (x) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, u.valToPos(x, "x", true)));

@@ -9,19 +9,19 @@ import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys, model_title
 from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
 from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
 from penstock.storage.report.data import is_inherited, task_of, to_json_number
-from penstock.storage.report.page import ReportSamples, SamplePages
-from penstock.storage.samples.shards import read_table, read_trained_tokens
+from penstock.storage.report.page import STATUSES, ReportSamples, SamplePages
+from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
 
 READ_SECONDS = 0.05  # of commits for one answer; the next answer has more
@@ -30,12 +30,24 @@ LANE_ROUNDS = 8
 NUM_BEST = 3  # samples with the highest reward of a round, and as many with the lowest
 RECORDS_SECONDS = 10.0  # between two readings of starts and lease
 
-METRICS = (  # of the curves; charts of watch.js name them
-    *("rollout/raw_reward", "train/loss", "train/entropy_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm"),
-    *("train/train_rollout_logprob_abs_diff", "rollout/response_len/mean", "rollout/response_len/max"),
-    *("rollout/truncated_ratio", "rollout/failed_ratio", "rollout/staleness/mean", "rollout/staleness/max"),
-    *("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s", "perf/engine_idle_ratio"),
-)
+CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (  # section, title, unit, metric -> label of its curve
+    ("learning", "Reward", "mean of a round", {"rollout/raw_reward": "reward"}),
+    ("learning", "Loss", "", {"train/loss": "loss"}),
+    ("speed", "Tokens per second", "", {
+        "perf/tokens_per_gpu_per_sec": "generated, per GPU", "perf/actor_train_tok_per_s": "trained",
+    }),
+    ("speed", "Response length", "tokens", {"rollout/response_len/mean": "mean", "rollout/response_len/max": "max"}),
+    ("speed", "Staleness", "policy versions", {"rollout/staleness/mean": "mean", "rollout/staleness/max": "max"}),
+    ("speed", "Idle engines", "fraction of the time", {"perf/engine_idle_ratio": "idle"}),
+    ("policy", "Entropy", "nats per token", {"train/entropy_loss": "entropy"}),
+    ("policy", "KL", "nats per token", {"train/kl_loss": "to the reference", "train/ppo_kl": "old − current"}),
+    ("policy", "Gap of log-probs", "mean |train − rollout|, nats", {"train/train_rollout_logprob_abs_diff": "gap"}),
+    ("policy", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
+    ("policy", "Truncated and failed", "fraction of samples", {
+        "rollout/truncated_ratio": "truncated", "rollout/failed_ratio": "failed",
+    }),
+)  # fmt: skip
+METRICS = [name for *_, curves in CHARTS for name in curves]
 
 
 class LiveRun:
@@ -43,12 +55,19 @@ class LiveRun:
 
     Args:
         num_planned_rounds: returns how many rounds the run shall train, by its newest recorded options.
+        read_token_texts: returns id -> text of tokens, by the run's record and newest commits.
     """
 
-    def __init__(self, store: Store, keys: RunKeys, num_planned_rounds: Callable[[Store, RunKeys], int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keys: RunKeys,
+        num_planned_rounds: Callable[[Store, RunKeys], int],
+        read_token_texts: Callable[[Store, RunRecord, Sequence[Commit], Sequence[int]], dict[int, str]],
+    ) -> None:
         self.store = store
         self.keys = keys
-        self._num_planned_rounds = num_planned_rounds
+        self._num_planned_rounds, self._read_token_texts = num_planned_rounds, read_token_texts
         self._lock = threading.Lock()
         self._begin(None)
 
@@ -67,7 +86,7 @@ class LiveRun:
         self._status: RunStatus | None = None
         self._status_changed_at = float("-inf")  # by this machine's monotonic clock
         self._state = RunState("waiting")
-        self._samples: tuple[tuple[int, bool], ReportSamples] | None = None
+        self._samples: tuple[tuple[int, bool], dict[str, Any]] | None = None
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -128,22 +147,16 @@ class LiveRun:
             self.refresh()
             if self.record is None:
                 return None
-            state, status = self._state, self._status
-            is_active = state.kind in ("running", "silent")
-            last_sign = state.since
+            state, status, last_sign = self._state, self._status, self._state.since
+            of_start = status is not None and status.start == len(self._starts) - 1
+            is_current = of_start and state.kind in ("running", "silent")  # otherwise the status is that of the end
             if state.kind == "killed":
                 last_sign = max([last_sign or 0.0, *(commit.created_at for commit in self.newest.values())])
             shown = {
                 "header": self._header(self.record),
-                "state": {
-                    "kind": state.kind,
-                    "since": last_sign,
-                    "outcome": state.outcome,
-                    "driver": state.driver,
-                    "num_starts": len(self._starts),
-                },
-                "status": status.model_dump(exclude={"messages"}) if status and is_active else None,
-                "messages": [message.model_dump() for message in status.messages] if status else [],
+                "state": asdict(state) | {"since": last_sign, "num_starts": len(self._starts)},
+                "status": status.model_dump() if status else None,
+                "is_current": is_current,
                 "stages": self._newest_stages(),
                 "now": time.time(),
                 "num_loading": self.feed.num_waiting,
@@ -153,15 +166,13 @@ class LiveRun:
     def _header(self, record: RunRecord) -> dict[str, Any]:
         rewards = self._columns.get("rollout/raw_reward", array("d"))[: self.num_trained]
         rollout, checkpoint = self.newest.get("rollout"), self.newest.get("checkpoint")
-        start = self._starts[-1][0] if self._starts else Start(at=record.created_at)
         parent = record.parent
         return {
             "run": self.keys.run,
             "flow": record.flow,
-            "model": record.config.get("convert", {}).get("hf_checkpoint"),
+            "model": model_title(record.config.get("convert", {}).get("hf_checkpoint", "")),
             "store": self.store.uri,
             "parent": parent.model_dump(include={"run", "at"}) if parent else None,
-            "started_at": record.created_at,
             "num_rounds": self.num_trained,
             "num_planned_rounds": self._num_planned,
             "first_reward": to_json_number(rewards[0]) if rewards else None,
@@ -169,9 +180,7 @@ class LiveRun:
             "last_checkpoint": checkpoint.index if checkpoint else None,
             "newest_rollout": rollout.index if rollout and rollout.files else None,
             "newest_is_trained": bool(rollout and rollout.index < self.num_trained),
-            "trainer_devices": start.trainer_devices,
-            "engine_devices": start.engine_devices,
-            "colocated": start.colocated,
+            "colocated": bool(self._starts) and self._starts[-1][0].colocated,
         }
 
     def _newest_stages(self) -> list[dict[str, Any]]:
@@ -205,6 +214,8 @@ class LiveRun:
                 "metrics": values,
             },
         }
+        if not known:
+            out["charts"] = CHARTS
         if not known or parts[3] != str(len(self.evaluations)):
             out["evaluations"] = sorted(self.evaluations, key=lambda entry: (entry["task"], entry["version"]))
         return out
@@ -219,32 +230,28 @@ class LiveRun:
 
     # ---- samples -----------------------------------------------------------------------------------------------------
 
-    def best_and_worst_samples(self) -> ReportSamples | None:
+    def samples(self) -> dict[str, Any] | None:
         """Return the samples with the highest and the lowest rewards of the newest rollout, those with the highest
         first, or None if the run has none. They are read once for each rollout, and again when it was trained."""
         with self._lock:
-            rollout, step = self.newest.get("rollout"), self.newest.get("step")
-        if rollout is None or not rollout.files:
+            record, rollout, step = self.record, self.newest.get("rollout"), self.newest.get("step")
+        if record is None or rollout is None or not rollout.files:
             return None
         step = step if step is not None and step.index == rollout.index else None
-        key = (rollout.index, step is not None)
-        if self._samples is not None and self._samples[0] == key:
-            return self._samples[1]
-        table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
-        rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
-        rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
-        shown = table.take(pa.array(rows, pa.int64())).to_pylist()
-        trained = read_trained_tokens(self.store, step) if step is not None else None
-        if trained is not None:
-            trained = trained.filter(
-                pc.is_in(trained.column("sample_id"), pa.array([row["sample_id"] for row in shown]))
-            )
-        tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
-        pages = SamplePages(ReportSamples(num_total=len(table), sets=["training"]))
-        for row in shown:
-            pages.add("training", rollout.index, row, tokens.get(row["sample_id"]))
-        self._samples = (key, pages.finish())
-        return self._samples[1]
+        key, known = (rollout.index, step is not None), self._samples
+        if known is None or known[0] != key:
+            table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
+            rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
+            rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
+            pages = SamplePages(ReportSamples(num_total=len(table), sets=["training"]))
+            pages.add_table("training", rollout.index, table.take(pa.array(rows, pa.int64())), self.store, step)
+            samples = pages.finish()
+            commits = list(self.newest.values())
+            texts = self._read_token_texts(self.store, record, commits, sorted(samples.token_ids))
+            value = {"round": rollout.index, "num_samples": len(table), "index": samples.index, "statuses": STATUSES}
+            value |= {"page": samples.pages[0] if rows else {}, "token_texts": texts}
+            known = self._samples = key, value
+        return known[1]
 
 
 def best_and_worst(rewards: Sequence[float | None], groups: Sequence[str]) -> list[int]:

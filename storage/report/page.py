@@ -24,6 +24,7 @@ from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.storage.commit import Commit
 from penstock.storage.report.data import task_of, to_json_number
@@ -90,11 +91,7 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
         table = read_table(store, commit).drop_columns(["routed_experts", "teacher_logprobs"])
         table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
         num_taken += len(table)
-        step = steps.get(commit.index) if name == "training" else None
-        trained = read_trained_tokens(store, step) if step is not None else None
-        tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
-        for row in table.to_pylist():
-            builder.add(name, commit.index, row, tokens.get(row["sample_id"]))
+        builder.add_table(name, commit.index, table, store, steps.get(commit.index) if name == "training" else None)
     return builder.finish()
 
 
@@ -125,8 +122,17 @@ class SamplePages:
         self._page_texts: dict[str, int] = {}
         self._page_tokens = 0
 
-    def add(self, name: str, index: int, row: dict[str, Any], tokens: dict[str, Any] | None) -> None:
-        """Append a sample of the set `name` to the index and to the current page."""
+    def add_table(self, name: str, index: int, table: pa.Table, store: Store, step: Commit | None) -> None:
+        """Append samples of the set `name`, with the values of their tokens in the step that has trained them."""
+        trained = read_trained_tokens(store, step) if step is not None else None
+        if trained is not None:
+            trained = trained.filter(pc.is_in(trained.column("sample_id"), table.column("sample_id").combine_chunks()))
+        tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
+        for row in table.to_pylist():
+            self._add(name, index, row, tokens.get(row["sample_id"]))
+
+    def _add(self, name: str, index: int, row: dict[str, Any], tokens: dict[str, Any] | None) -> None:
+        """Append a sample to the index and to the current page."""
         samples = self._samples
         if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
             samples.page_starts.append(samples.num_shown)

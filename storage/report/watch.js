@@ -6,25 +6,11 @@ const POLL_MS = 5000, LOAD_MS = 100;
 const PARAMETERS = new URLSearchParams(location.search);
 const EVALUATIONS_SHOWN = 4; // data sets in the chart
 
-const CHARTS = [ // [section, title, unit, [[metric, label], ...]]
-  ["learning", "Reward", "mean of a round", [["rollout/raw_reward", "reward"]]],
-  ["learning", "Loss", "", [["train/loss", "loss"]]],
-  ["speed", "Tokens per second", "", [["perf/tokens_per_gpu_per_sec", "generated, per GPU"], ["perf/actor_train_tok_per_s", "trained"]]],
-  ["speed", "Response length", "tokens", [["rollout/response_len/mean", "mean"], ["rollout/response_len/max", "max"]]],
-  ["speed", "Staleness", "policy versions", [["rollout/staleness/mean", "mean"], ["rollout/staleness/max", "max"]]],
-  ["speed", "Idle engines", "fraction of the time", [["perf/engine_idle_ratio", "idle"]]],
-  ["policy", "Entropy", "nats per token", [["train/entropy_loss", "entropy"]]],
-  ["policy", "KL", "nats per token", [["train/kl_loss", "to the reference"], ["train/ppo_kl", "old \u2212 current"]]],
-  ["policy", "Gap of log-probs", "mean |train \u2212 rollout|, nats", [["train/train_rollout_logprob_abs_diff", "gap"]]],
-  ["policy", "Gradient norm", "before clipping", [["train/grad_norm", "norm"]]],
-  ["policy", "Truncated and failed", "fraction of samples", [["rollout/truncated_ratio", "truncated"], ["rollout/failed_ratio", "failed"]]],
-];
 const HIDDEN_AT_ZERO = ["Staleness", "Truncated and failed", "Loss"];
 
-const LANE_NAMES = ["engines", "trainer", "driver"];
-const PHASES = { // stage of a commit or of the driver -> [lane, phase]
+const PHASES = { // stage of a commit or of the driver -> [lane or group of lanes, phase]
   rollout: ["engines", "generate"], eval: ["engines", "evaluate"], step: ["trainer", "train"], train: ["trainer", "train"],
-  checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], publish: ["engines", "publish"], export: ["driver", "export"], data: ["driver", "read data"],
+  checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], publish: ["trainer", "publish"], export: ["driver", "export"], data: ["driver", "read data"],
 };
 const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--heat", other: "--soft" };
 const STATES = { running: "running", silent: "no sign of life", killed: "killed", ended: "ended", waiting: "not started" };
@@ -101,7 +87,7 @@ class RunPage {
     this.now = section("now", "Now", card());
     this.grids = {};
     for (const [id, title] of [["learning", "Reward and evaluations"], ["lanes", "Lanes of the last rounds"], ["speed", "Speed and lengths"],
-      ["policy", "Policy"], ["machine", "Machine of the driver"], ["samples", "Newest samples"], ["messages", "Warnings and messages"]]) {
+      ["policy", "Policy"], ["machine", "Engines and machine"], ["samples", "Newest samples"], ["messages", "Warnings and messages"]]) {
       this.grids[id] = element("div", { className: ["lanes", "samples", "messages"].includes(id) ? "" : "curves" + (id === "learning" ? " wide" : "") });
       section(id, title, this.grids[id]);
     }
@@ -130,7 +116,7 @@ class RunPage {
     return answer.num_loading ? LOAD_MS : POLL_MS;
   }
 
-  merge({ cursor, curves, evaluations }) {
+  merge({ cursor, curves, charts, evaluations }) {
     const { first, round, metrics } = curves;
     const names = new Set([...Object.keys(this.curves.metrics), ...Object.keys(metrics)]);
     const before = first ? this.curves : { round: [], metrics: {} };
@@ -143,6 +129,7 @@ class RunPage {
     this.curves = { round: rounds, metrics: merged };
     this.cursor = cursor;
     if (evaluations) this.evaluations = evaluations;
+    if (charts) this.charts = charts; // [section, title, unit, {metric: label}]
   }
 
   serverTime() { return Date.now() / 1000 + this.clockOffset; }
@@ -155,6 +142,7 @@ class RunPage {
       ["rounds trained of planned", header.num_rounds + " of " + header.num_planned_rounds],
       ...(header.first_reward === null ? [] : [["reward, first to last round", formatNumber(header.first_reward) + " \u2192 " + formatNumber(header.last_reward)]]),
       ...(isNumber(last("perf/tokens_per_gpu_per_sec")) ? [["tokens/s generated, per GPU", formatNumber(last("perf/tokens_per_gpu_per_sec"))]] : []),
+      ...(last("rollout/staleness/max") ? [["staleness of the newest round, mean and max", formatNumber(last("rollout/staleness/mean")) + ", " + last("rollout/staleness/max")]] : []),
       ["last checkpoint", header.last_checkpoint === null ? "none" : "version " + header.last_checkpoint],
     ];
     const parent = header.parent ? "fork of " + header.parent.run + " at round " + header.parent.at : "";
@@ -169,12 +157,19 @@ class RunPage {
   // The running activities. If a part of a stage has begun, only the part is returned. The status may be older than the commits,
   // so a round that is committed since then has ended.
   activities() {
-    const { status, stages } = this.answer;
-    const all = status ? status.activities : [];
+    const { status, stages, is_current } = this.answer;
+    const all = is_current ? status.activities : [];
     const ended = ({ title, stage, since }) => stages.some(({ kind, index, end }) => kind in PHASES && PHASES[stage] &&
       PHASES[kind][1] === PHASES[stage][1] && end > since && index === roundOf(title));
     return all.filter((one) => !ended(one) && (one.total !== null ||
       !all.some((other) => other.stage === one.stage && (other.total !== null || other.since > one.since))));
+  }
+
+  // The newest numbers of requests that are "running" or "waiting", as a curve of each engine.
+  engineSeries(name) {
+    const { series } = this.answer.status, start = "requests/" + name + "/";
+    const keys = Object.keys(series).filter((key) => key.startsWith(start)).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    return keys.map((key) => ({ label: key.slice(start.length), x: series.at, y: series[key] }));
   }
 
   showNow() {
@@ -195,14 +190,16 @@ class RunPage {
     if (num_loading) lines.push("Reading " + integerFormat.format(num_loading) + " more commits \u2026");
     const rows = this.activities();
     const activities = rows.map((one) => element("div", { className: "activity" },
-      element("b", {}, one.title), element("span", { className: "soft" }, "for " + ago(now - one.since)),
+      element("b", {}, one.title), element("span", { className: "soft" }, "for " + ago(status.at - one.since)),
       ...(one.total ? [element("progress", { max: one.total, value: one.done }), element("span", { className: "soft" },
         integerFormat.format(one.done) + " of " + integerFormat.format(one.total) + ", " + integerFormat.format(one.total - one.done) + " waiting or running")] : [])));
-    if (status && !rows.length) activities.push(element("div", { className: "activity" }, element("b", {}, status.phase || "between two stages")));
-    const depth = status && status.queue["rollout/queue_depth"];
-    const engines = status && [status.engines, depth ? "finished rounds that wait for the trainer: " + depth : ""].filter(Boolean).join(", ");
-    this.now.querySelector(".card").replaceChildren(...activities, ...lines.map((line) => element("p", {}, line)),
-      ...(engines ? [element("p", { className: "soft" }, engines)] : []));
+    if (this.answer.is_current) {
+      if (!rows.length) activities.push(element("div", { className: "activity" }, element("b", {}, status.phase || "between two stages")));
+      const depth = status.queue["rollout/queue_depth"], requests = (name) => sum(this.engineSeries(name).map(({ y }) => y.at(-1)));
+      lines.push([status.engines, ...(this.engineSeries("running").length ? [requests("running") + " requests running, " + requests("waiting") + " waiting"] : []),
+        ...(depth ? ["finished rounds that wait for the trainer: " + depth] : []), "as of " + ago(now - status.at) + " ago"].filter(Boolean).join(", ") + ".");
+    }
+    this.now.querySelector(".card").replaceChildren(...activities, ...lines.map((line) => element("p", {}, line)));
   }
 
   // Shows a figure in a grid: makes it, or gives it new numbers if it has the same series.
@@ -218,8 +215,8 @@ class RunPage {
 
   showCharts() {
     const { round, metrics } = this.curves;
-    for (const [grid, title, unit, all] of CHARTS) {
-      const series = all.filter(([name]) => (metrics[name] || []).some((value) => isNumber(value) && (value !== 0 || !HIDDEN_AT_ZERO.includes(title))));
+    for (const [grid, title, unit, all] of this.charts) {
+      const series = Object.entries(all).filter(([name]) => (metrics[name] || []).some((value) => isNumber(value) && (value !== 0 || !HIDDEN_AT_ZERO.includes(title))));
       if (title === "Loss" && (metrics["rollout/raw_reward"] || []).some(isNumber)) continue; // of supervised fine-tuning
       if (series.length) this.showFigure(grid, title, unit, "round", series.map(([name, label]) => ({ label, x: round, y: metrics[name] })));
       if (title === "Reward" && this.evaluations.length) this.showEvaluations();
@@ -239,71 +236,84 @@ class RunPage {
   // ---- lanes ----------------------------------------------------------------------------------------------------------
 
   laneBars() {
-    const { stages, status, header } = this.answer;
-    const bar = (lane, phase, index, start, end, text) => ({ lane: LANE_NAMES.indexOf(lane), start, end, text,
+    const { stages, status, header, is_current } = this.answer;
+    const apart = status && status.lanes.some(({ group }) => group === "evaluation");
+    const bar = (of, phase, index, start, end, text) => ({ of: phase === "evaluate" && apart ? ["evaluation"] : of, start, end, text,
       colour: PHASE_COLOURS[phase] || PHASE_COLOURS.other, label: phase + (index === null ? "" : " " + index) });
     const bars = stages.map(({ kind, index, task, start, end }) => {
       const [lane, phase] = kind === "rollout" && header.flow === "sft" ? PHASES.data : PHASES[kind];
-      return bar(lane, phase, index, start, end, phase + (task ? " " + task : "") + ((kind === "rollout" || kind === "step") ? " round " : " version ") + index);
+      return bar([lane], phase, index, start, end, phase + (task ? " " + task : "") + ((kind === "rollout" || kind === "step") ? " round " : " version ") + index);
     });
-    for (const { lane, phase, index, start, end } of status ? status.phases : []) {
+    for (const { lanes, phase, index, start, end } of status ? status.phases : []) {
       const name = /: (offload|onload|release|resume)/.test(phase) ? "offload" : phase;
-      bars.push(bar(lane, name, index, start, end, phase + (index === null ? "" : " version " + index)));
+      bars.push({ ...bar(lanes, name, index, start, end, phase + (index === null ? "" : " version " + index)), over: true });
     }
-    const now = this.serverTime();
+    const running = (...of) => bars.push({ ...bar(...of), pale: true });
     for (const { title, stage, since } of this.activities()) {
       const [lane, phase] = PHASES[stage] || ["driver", stage];
-      bars.push({ ...bar(lane, phase, roundOf(title), since, now, title + " (running)"), pale: true });
+      running([lane], phase, roundOf(title), since, Math.max(since, status.at), title + " (running)");
+    }
+    for (const { name, starting_since: since } of is_current ? status.lanes : []) {
+      if (since) running([name], "start", null, since, status.at, "start (running)");
     }
     const rounds = stages.filter(({ kind }) => kind === "rollout" || kind === "step").map(({ start }) => start);
     const first = rounds.length ? Math.min(...rounds) : -Infinity;
     return bars.filter((one) => one.end >= first).sort((a, b) => a.start - b.start);
   }
 
+  // The lanes of the processes that the status names; where it names none, one for all engines or for the trainer.
+  laneRows(bars) {
+    const known = this.answer.status ? this.answer.status.lanes : [];
+    const isMissing = (group) => bars.some(({ of }) => of.includes(group)) && !known.some((lane) => lane.group === group);
+    return [...known, ...["engines", "trainer"].filter(isMissing).map((group) => ({ name: group, group, devices: "" })), { name: "driver", devices: "" }];
+  }
+
   showLanes() {
-    const bars = this.laneBars(), { header, status } = this.answer;
-    if (!this.lanes) {
-      this.lanes = lanes(LANE_NAMES, "Lanes of engines, trainer and driver", clock,
-        ({ text, start, end }) => text + ": " + clock(start) + " to " + clock(end) + " (" + formatSeconds(end - start) + ")");
+    const { header, status, is_current } = this.answer, all = this.laneBars(), rows = this.laneRows(all);
+    const bars = all.flatMap((bar) => rows.flatMap(({ name, group }, lane) => (bar.of.includes(name) || bar.of.includes(group) ? [{ ...bar, lane, name }] : [])));
+    const names = rows.map(({ name, devices }) => (devices ? name + "\n" + devices : name));
+    if (!this.lanes || this.lanes.names !== names.join()) {
+      this.lanes = lanes(names, "Lanes of engines, trainer and driver", clock,
+        ({ name, text, start, end }) => name + ": " + text + ", " + clock(start) + " to " + clock(end) + " (" + formatSeconds(end - start) + ")");
+      this.lanes.names = names.join();
       const legend = Object.entries(PHASE_COLOURS).map(([name, of]) => {
         const box = element("i", { className: "box" });
         box.style.color = "var(" + of + ")";
         return element("span", {}, box, name);
       });
       this.lanesNote = element("p", { className: "soft" });
-      this.grids.lanes.append(card(element("div", { className: "legend" }, ...legend, element("span", {}, "empty: idle or waiting")), this.lanes, this.lanesNote));
+      this.grids.lanes.replaceChildren(card(element("div", { className: "legend" }, ...legend, element("span", {}, "empty: idle or waiting")), this.lanes, this.lanesNote));
     }
-    const end = status ? this.serverTime() : Math.max(...bars.map((one) => one.end), 1);
-    const start = Math.min(...bars.map((one) => one.start), end - 1);
-    this.lanes.update(bars, [], [start, end]);
-    const hasGpus = Object.keys(this.machine || {}).some((name) => name.startsWith("system/gpu_"));
-    const devices = header.trainer_devices + header.engine_devices ? "Devices: " + header.engine_devices + " of the engines, " + header.trainer_devices +
-      " of the trainer" + (header.colocated && hasGpus ? ", the same ones. " : ". ") : "";
-    this.lanesNote.textContent = devices + "Pale bars are running.";
+    const now = is_current ? this.serverTime() : Math.max(...bars.map((one) => one.end), 1);
+    const start = Math.min(...bars.map((one) => one.start), now - 1);
+    this.lanes.update(bars, is_current ? [{ start: status.at, end: now }] : [], [start, now]);
+    const sharing = !rows.some(({ devices }) => devices.includes("GPU")) ? "" : header.colocated ? "Engines and trainer share their GPUs and take turns. " : "Engines and trainer have GPUs of their own. ";
+    this.lanesNote.textContent = sharing + "The ranks of the trainer do everything together and have one lane." +
+      (is_current ? " Pale bars are running; what has happened in the grey time is not known yet." : "");
   }
 
   // ---- machine, messages, samples -------------------------------------------------------------------------------------
 
   showMachine() {
-    const { status } = this.answer;
-    if (status && status.machine.at) this.machine = status.machine; // of the last start that this page has seen
-    const shown = this.machine || { at: [] }, x = shown.at;
+    const shown = this.answer.status ? this.answer.status.series : {}, x = shown.at || [];
     const gpus = [...new Set(Object.keys(shown).filter((name) => name.startsWith("system/gpu_")).map((name) => name.split("_")[1]))];
     const of = (name, scale) => (shown[name] || []).map((value) => (isNumber(value) ? value / scale : null));
-    const ofGpus = (end, scale) => spread(gpus.map((gpu) => ({ label: "GPU " + gpu, x, y: of("system/gpu_" + gpu + end, scale) })));
+    const ofGpus = (end, scale) => spread(gpus.map((gpu) => ({ label: "GPU " + gpu, x, y: of("system/gpu_" + gpu + end, scale) })), "GPUs");
     for (const [title, unit, series] of x.length ? [
+      ["Requests that run", "of each engine", spread(this.engineSeries("running"), "engines")],
+      ["Requests that wait", "of each engine", spread(this.engineSeries("waiting"), "engines")],
       ["CPU", "percent of all cores", [{ label: "CPU", x, y: of("system/cpu_utilization_percentage", 1) }]],
       ["Memory", "GB", [{ label: "used", x, y: of("system/system_memory_usage_megabytes", 1000) }]],
       ["GPU use", "percent", ofGpus("_utilization_percentage", 1)],
       ["GPU memory", "GB", ofGpus("_memory_usage_megabytes", 1000)],
     ] : []) {
-      if (series.length) this.showFigure("machine", title, unit, "time", series, clock);
+      if (series.some(({ y }) => y.some(isNumber))) this.showFigure("machine", title, unit, "time", series, clock);
     }
-    showEmpty(this.grids.machine, "Shown while the run runs.");
+    showEmpty(this.grids.machine, "Shown when the run runs.");
   }
 
   showMessages() {
-    const { messages } = this.answer;
+    const messages = this.answer.status ? this.answer.status.messages : [];
     const key = JSON.stringify(messages);
     if (key === this.messagesKey) return;
     this.messagesKey = key;
@@ -344,13 +354,15 @@ class RunPage {
   }
 }
 
-// The curves of some GPUs; of more than four the lowest, the mean and the highest value.
-function spread(curves) {
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+
+// The curves of some GPUs or engines; of more than four the lowest, the mean and the highest value.
+function spread(curves, what) {
   if (curves.length <= 4) return curves;
   const { x } = curves[0];
   const at = (k) => curves.map(({ y }) => y[k]).filter(isNumber);
   const fold = (label, of) => ({ label, x, y: x.map((_, k) => (at(k).length ? of(at(k)) : null)) });
-  return [fold("lowest", (values) => Math.min(...values)), fold("mean of " + curves.length + " GPUs", (values) => values.reduce((a, b) => a + b) / values.length),
+  return [fold("lowest", (values) => Math.min(...values)), fold("mean of " + curves.length + " " + what, (values) => sum(values) / values.length),
     fold("highest", (values) => Math.max(...values))];
 }
 

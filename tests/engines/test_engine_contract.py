@@ -116,6 +116,24 @@ def test_requests_in_flight_survive_a_weight_update(fleet: Fleet) -> None:
     assert fleet.logprob_error(generations) < TOLERANCE
 
 
+def test_requests_in_flight_are_counted_or_none(fleet: Fleet) -> None:
+    client = fleet.client()
+    client.update_weights(fleet.weights(), "contract/4")
+    seen = []
+
+    async def use() -> Any:
+        running = asyncio.create_task(client.generate(PROMPT, SAMPLING, n=4))
+        while not running.done():
+            seen.append(await asyncio.to_thread(client.num_requests, client.urls[0]))
+            await asyncio.sleep(0.01)
+
+    run(client, use)
+    if isinstance(fleet, ScriptedFleet):
+        assert set(seen) == {None}
+    else:
+        assert (4, 0) in seen
+
+
 def test_abort_ends_only_the_requests_of_its_client(fleet: Fleet) -> None:
     client, other = fleet.client(), fleet.client()
     client.update_weights(fleet.weights(), "contract/3")

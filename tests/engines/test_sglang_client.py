@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from small_servers import Handler, answer, echo, with_servers
+from small_servers import Handler, JsonServer, answer, echo, with_servers
 
 from penstock.engines.generation import Generation, TokenCounts
 from penstock.engines.network import reserve_free_port
@@ -31,6 +31,20 @@ def test_generate_sends_one_request_for_a_group() -> None:
     assert generations[1].logprobs == [-4.5, -0.5]
     assert (generations[0].finish_reason, generations[0].weight_versions) == ("stop", [("run/3", 2)])
     assert generations[0].counts == TokenCounts(prompt=3, cached=2)
+
+
+def test_requests_of_all_ranks_are_counted_and_unknown_numbers_are_none() -> None:
+    loads = [{"num_running_reqs": 3, "num_waiting_reqs": 0}, {"num_running_reqs": 2, "num_waiting_reqs": 7}]
+    said: dict[str, Any] = {"loads": loads}
+    server = JsonServer(lambda path: said if path.startswith("/v1/loads") else {})
+    client = SGLangClient([server.url])
+    assert client.num_requests(server.url) == (5, 7)
+    del loads[1]["num_waiting_reqs"]
+    assert client.num_requests(server.url) is None
+    said.clear()
+    assert client.num_requests(server.url) is None
+    server.die()
+    assert client.num_requests(server.url, 1.0) is None
 
 
 EXPERTS = ExpertsFormat(num_layers=3, num_dense_layers=1, num_experts=4, top_k=2)

@@ -8,12 +8,11 @@ import pytest
 
 from penstock.flows.reporting.prefect_page import (
     describe_progress,
-    model_title,
     parse_flow_run_id,
     reward_curve_svg,
     run_page,
 )
-from penstock.storage.commit import Commit, evaluation_rewards, training_rewards
+from penstock.storage.commit import Commit, evaluation_rewards, model_title, training_rewards
 
 
 def made_commits() -> list[Commit]:

@@ -16,9 +16,10 @@ sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, write_data
 
 from penstock.engines.training import MemorySwitch
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.flows.cli import main
 from penstock.flows.reporting import status as module
-from penstock.flows.reporting.status import StatusWriter
+from penstock.flows.reporting.status import StatusWriter, describe_gpus
 from penstock.flows.terminal.panel import Panel
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import StoreError
@@ -43,8 +44,27 @@ def display() -> SimpleNamespace:
     return SimpleNamespace(panel=Panel("r", "train", 9), lines=lines, forward=lines.append)
 
 
-def writer_of(store: Store, display: SimpleNamespace) -> StatusWriter:
-    return StatusWriter(SimpleNamespace(store=store, keys=KEYS, start=0), display)  # type: ignore[arg-type]
+class MadeReplica:
+    """An engine that is starting while `known_url` is None."""
+
+    def __init__(self, index: int, gpu: str = "", known_url: str | None = None) -> None:
+        self.label, self.known_url = f"engine {index}", known_url
+        self.gpus = lambda: [("a", gpu)] if gpu else []
+        self.client = SimpleNamespace(num_requests=lambda url, timeout: (3, index) if url else None)
+
+
+def made_processes(*replicas: MadeReplica, gpus: tuple[str, ...] = (), **pools: Any) -> SimpleNamespace:
+    places = [ProcessPlace("a", (gpu,)) for gpu in gpus] or [ProcessPlace("a")]
+    return SimpleNamespace(
+        pools={role: SimpleNamespace(replicas=of) for role, of in {"rollout": replicas, **pools}.items()},
+        started_trainer=SimpleNamespace(places=lambda: places),
+        setup=SimpleNamespace(options=SimpleNamespace(external=())),
+    )
+
+
+def writer_of(store: Store, display: SimpleNamespace, processes: Any = None) -> StatusWriter:
+    run = SimpleNamespace(store=store, keys=KEYS, start=0)
+    return StatusWriter(run, display, processes or made_processes())  # type: ignore[arg-type]
 
 
 def make_status(**fields: Any) -> RunStatus:
@@ -71,7 +91,7 @@ def test_record_has_activities_updates_messages_and_machine(store: Store, displa
     )
     with panel.activity("restore", "restore"):
         pass
-    writer.on_publish(3, {"perf/update_weights_time": 1.5}, [switch])
+    writer.on_publish(3, [], {"perf/update_weights_time": 1.5}, [switch])
     writer.on_overlap(3, {"rollout/queue_depth": 2.0})
     with panel.activity("rollout, round 3: samples", "rollout") as activity:
         activity.done, activity.total = 5, 8
@@ -79,26 +99,65 @@ def test_record_has_activities_updates_messages_and_machine(store: Store, displa
     [running] = status.activities
     assert (running.title, running.done, running.total) == ("rollout, round 3: samples", 5, 8)
     assert abs(running.since - time.time()) < 60  # of the wall clock, not of the monotonic one
-    assert [(p.lane, p.phase, p.index) for p in status.phases] == [
-        ("trainer", "policy: offload weights", None),
-        ("trainer", "publish", 3),  # it began 1.5 s ago
-        ("engines", "publish", 3),
-        ("trainer", "restore", None),
+    assert [(p.lanes, p.phase, p.index) for p in status.phases] == [
+        (["trainer"], "policy: offload weights", None),
+        (["trainer"], "publish", 3),  # it began 1.5 s ago
+        (["trainer"], "restore", None),
     ]
     assert (status.phases[0].start, status.phases[0].end) == (98.0, 100.0)
     assert status.phases[1].end - status.phases[1].start == pytest.approx(1.5)
     assert [(m.level, len(m.text)) for m in status.messages] == [("info", 13), ("warning", 400)]
-    assert status.machine["system/cpu_utilization_percentage"] == [12.3] and status.queue["rollout/queue_depth"] == 2
+    assert status.series["system/cpu_utilization_percentage"] == [12.3] and status.queue["rollout/queue_depth"] == 2
     assert (status.pid, status.start) == (os.getpid(), 0)
 
 
+def test_record_has_a_lane_and_the_queue_of_each_engine(store: Store, display: SimpleNamespace) -> None:
+    first, second, judge = (MadeReplica(index, gpu=str(index), known_url=f"http://{index}") for index in range(3))
+    processes = made_processes(first, second, gpus=("0", "1"), evaluation=(judge,))
+    writer = writer_of(store, display, processes)
+    status = writer.status()
+    assert [(lane.group, lane.name, lane.devices) for lane in status.lanes] == [
+        ("engines", "engine 0", "GPU 0"), ("engines", "engine 1", "GPU 1"), ("evaluation", "engine 2", "GPU 2"),
+        ("trainer", "trainer", "GPUs 0-1"),
+    ]  # fmt: skip
+    assert (status.series["requests/running/engine 1"], status.series["requests/waiting/engine 1"]) == ([3], [1])
+    for urls, lanes in (
+        (["http://0", "http://1"], ["engines"]),
+        (["http://1"], ["engine 1"]),
+        (["http://2"], ["evaluation"]),
+    ):
+        writer.on_publish(3, urls, {"perf/update_weights_time": 1.5}, [])
+        assert writer.status().phases[-1].lanes == ["trainer", *lanes]
+    second.known_url = None  # it restarts
+    status = writer.status()
+    assert [lane.name for lane in status.lanes if lane.starting_since] == ["engine 1"]
+    assert status.series["requests/running/engine 1"][-1] is None
+    second.known_url = "http://1b"
+    phase = writer.status().phases[-1]
+    assert (phase.lanes, phase.phase) == (["engine 1"], "start")
+    processes.pools, processes.started_trainer = {}, None
+    assert len(writer.status().lanes) == 4  # after the end of the processes, too
+
+
+@pytest.mark.parametrize(
+    "gpus, words",
+    [
+        ("a0 a1 a2", "GPUs 0-2"), ("a0 a2", "GPUs 0, 2"), ("a7", "GPU 7"), ("", ""), ("b1", "node 1: GPU 1"),
+        ("a6 a7 b6 b7", "node 0: GPUs 6-7; node 1: GPUs 6-7"), ("aMIG-4 aMIG-5", "GPUs MIG-4, MIG-5"),
+    ],
+)  # fmt: skip
+def test_gpus_are_named_with_their_node_if_there_are_several(gpus: str, words: str) -> None:
+    pairs = [(each[0], each[1:]) for each in gpus.split()]
+    assert describe_gpus(pairs, ["a", "b"] if "b" in gpus else ["a"]) == words
+
+
 def test_record_stays_small(store: Store, display: SimpleNamespace) -> None:
-    writer = writer_of(store, display)
+    writer = writer_of(store, display, made_processes(*(MadeReplica(k, known_url=f"http://{k}") for k in range(8))))
     for number in range(500):
         display.panel.messages["warning"].append((number, "w" * 400))
         names = ("utilization_percentage", "memory_usage_megabytes", "power_usage_watts")
         display.panel.machine = {f"system/gpu_{gpu}_{name}": 79997.5 for gpu in range(8) for name in names}
-        writer.on_publish(number, {"perf/update_weights_time": 1.0}, [])
+        writer.on_publish(number, [f"http://{k}" for k in range(7)], {"perf/update_weights_time": 1.0}, [])
         with display.panel.activity("convert", "convert"):
             status = writer.status()
     assert len(status.model_dump_json()) < 32_000

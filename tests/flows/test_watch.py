@@ -58,10 +58,20 @@ def running_status(**fields: Any) -> dict[str, Any]:
             {"title": "train, round 2", "stage": "train", "since": now - 20},  # committed since then
             {"title": "rollout, round 3: samples", "stage": "rollout", "since": now - 8, "done": 3, "total": 8},
         ],
-        "phases": [{"lane": "engines", "phase": "publish", "index": 2, "start": now - 12, "end": now - 10}],
+        "lanes": [
+            {"name": "engine 0", "group": "engines", "devices": "GPU 0"},
+            {"name": "engine 1", "group": "engines", "devices": "GPU 1", "starting_since": now - 3},
+            {"name": "engine 2", "group": "evaluation", "devices": "GPU 2"},
+            {"name": "trainer", "group": "trainer", "devices": "GPUs 0-1"},
+        ],
+        "phases": [
+            {"lanes": ["trainer", "engine 1"], "phase": "publish", "index": 2, "start": now - 1, "end": now}
+        ],
         "engines": "2 engines at version 2",
-        "machine": {
-            "at": [now - 5, now - 4], "system/cpu_utilization_percentage": [20.0, 20.0],
+        "series": {
+            "at": [now - 5, now - 4], "requests/running/engine 0": [5.0, 6.0], "requests/running/engine 1": [2.0, None],
+            "requests/waiting/engine 0": [0.0, 4.0], "requests/waiting/engine 1": [0.0, None],
+            "system/cpu_utilization_percentage": [20.0, 20.0],
             "system/system_memory_usage_megabytes": [4000.0, 4000.0],
             "system/gpu_0_utilization_percentage": [None, 90.0], "system/gpu_0_memory_usage_megabytes": [None, 60000.0],
         },
@@ -202,7 +212,7 @@ def test_terminal_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatc
 def opened(store: Store, tmp_path: Path) -> Iterator[Page]:
     """The page of a run that is running, whose newest round has hostile samples, opened by its link."""
     lease = Lease(store, new_driver_lease_key(KEYS))
-    record_start(store, KEYS, Start(engine_devices=2, trainer_devices=1))
+    record_start(store, KEYS, Start())
     commit_hostile_round(store, 2)
     write_status(store, **running_status())
     with PageServer(WatchedRuns([store]).respond) as server, browser(tmp_path) as page:
@@ -251,9 +261,25 @@ def test_page_shows_what_happens_now(opened: Page) -> None:
     assert text_of(opened, "h1 .state") == "running" and "3 of 9" in text_of(opened, "#header")
     assert "round 2: reward 0.75" in text_of(opened, "#learning") and "sums 0" in text_of(opened, "#learning")
     assert "entropy 0.5" in text_of(opened, "#policy") and "GPU memory" in text_of(opened, "#machine")
-    plot = "document.querySelector('#lanes .plot')"
-    opened.evaluate(f"{plot}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
-    assert text_of(opened, "#lanes .readout").startswith("rollout, round 3: samples (running): ")
+    assert "6 requests running, 4 waiting" in now
+    assert "engine 0 5, engine 1 2" in text_of(opened, "#machine")
+
+
+@needs_browser
+def test_each_engine_and_the_trainer_have_a_lane(opened: Page) -> None:
+    press = "document.querySelector('#lanes .plot').dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}))"
+    opened.evaluate(press % "Home")
+    bars = []
+    while not bars or bars[-1] != text_of(opened, "#lanes .readout"):
+        bars.append(text_of(opened, "#lanes .readout"))
+        opened.evaluate(press % "ArrowRight")
+    assert {bar.rpartition(", ")[0] for bar in bars} >= {
+        "engine 0: rollout, round 3: samples (running)", "engine 1: rollout, round 3: samples (running)",
+        "trainer: publish version 2", "engine 1: publish version 2", "engine 1: start (running)",
+        "engine 0: generate round 2", "engine 1: generate round 2", "trainer: train round 2",
+    }  # fmt: skip
+    assert not [bar for bar in bars if bar.startswith("engine 0: publish") or bar.startswith("engine 2: generate")]
+    assert "Engines and trainer have GPUs of their own." in text_of(opened, "#lanes")
 
 
 @needs_browser

@@ -26,7 +26,8 @@ KEYS = RunKeys("r")
 
 
 @pytest.fixture(params=["directory", "object store"])
-def store(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(live, "READ_SECONDS", 60.0)  # also on a slow machine
     uri = str(tmp_path / "store") if request.param == "directory" else f"memory://{tmp_path.name}"
     store = Store(uri)
     create_record(store)
@@ -62,7 +63,7 @@ def commit_eval(store: Store, version: int, task: str, mean: float = 0.25) -> No
 
 
 def live_run(store: Store) -> LiveRun:
-    return LiveRun(store, KEYS, lambda store, keys: 9)
+    return LiveRun(store, KEYS, lambda store, keys: 9, lambda *_: {1: "one"})
 
 
 def answer(run: LiveRun, since: str = "") -> dict[str, Any]:
@@ -229,16 +230,17 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
     record_start(store, KEYS, Start())
     write_status(store, phase="stopping")
     assert answer(run)["state"]["kind"] == "silent"  # the lease says that the driver is alive
-    assert answer(run)["status"]["phase"] == "stopping"
+    assert answer(run)["status"]["phase"] == "stopping" and answer(run)["is_current"]
     lease.release()
     shown = answer(run)
-    assert shown["state"]["kind"] == "killed" and shown["status"] is None
+    assert shown["state"]["kind"] == "killed" and not shown["is_current"]
     commit_rollout(store, 0, created_at=time.time() + 100)
     answer(run)
     assert answer(run)["state"]["since"] > time.time() + 50  # a commit is a sign of life, too
     lease = Lease(store, new_driver_lease_key(KEYS))
     record_start(store, KEYS, Start())  # resumed: the status is that of the start before
     assert answer(run)["state"]["kind"] == "running" and answer(run)["state"]["num_starts"] == 2
+    assert not answer(run)["is_current"]
     record_end(store, KEYS, 1, "FINISHED")
     lease.release()
     assert answer(run)["state"] | {"since": 0} == {
@@ -261,7 +263,7 @@ def test_damaged_status_hides_nothing_else(store: Store) -> None:
     commit_round(store, 0)
     store.replace(KEYS.status, b'{"record_version": 9}')
     shown = answer(live_run(store))
-    assert shown["status"] is None and shown["header"]["num_rounds"] == 1 and shown["messages"] == []
+    assert shown["status"] is None and shown["header"]["num_rounds"] == 1
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -280,8 +282,8 @@ def test_demonstrations_without_rewards_are_shown(store: Store) -> None:
         store, 0, [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
     )
     answer(run)
-    shown = run.best_and_worst_samples()
-    assert shown is not None and shown.pages[0]["id"] == [str(k) for k in range(6)]
+    shown = run.samples()
+    assert shown is not None and shown["page"]["id"] == [str(k) for k in range(6)]
 
 
 def test_best_and_worst_are_of_different_groups() -> None:
@@ -298,7 +300,7 @@ def test_best_and_worst_are_of_different_groups() -> None:
 
 def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run, reads = live_run(store), []
-    assert run.best_and_worst_samples() is None
+    assert run.samples() is None
     read_table = live.read_table
     monkeypatch.setattr(live, "read_table", lambda *args: reads.append(args) or read_table(*args))
     for r in range(2):
@@ -312,8 +314,8 @@ def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch
         ]  # fmt: skip
         commit_samples(store, r, samples)
         answer(run)
-        shown = run.best_and_worst_samples()
-        assert run.best_and_worst_samples() is shown
-        assert shown is not None and shown.num_total == 8
-        assert shown.index["reward"] == [7 / 8, 6 / 8, 5 / 8, 2 / 8, 1 / 8, 0]
-        assert shown.pages[0]["response"] == ["<img src=x>"] * 6 and len(reads) == r + 1
+        shown = run.samples()
+        assert run.samples() is shown
+        assert shown is not None and (shown["num_samples"], shown["token_texts"]) == (8, {1: "one"})
+        assert shown["index"]["reward"] == [7 / 8, 6 / 8, 5 / 8, 2 / 8, 1 / 8, 0]
+        assert shown["page"]["response"] == ["<img src=x>"] * 6 and len(reads) == r + 1
