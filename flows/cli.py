@@ -78,8 +78,8 @@ set up
 `penstock train --help-all` lists all. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
 lines, and the traceback of an error."""
 
-_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # a missing one is a bug of Penstock
-# user errors, even without a file name
+_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # if one of these cannot be imported, Penstock has a bug
+# Errors of the operating system that are the user's to solve, even if they name no file.
 USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
                 return code
             except (KeyboardInterrupt, Preempted, Exception) as error:
-                # A library may have turned the exception of a signal handler into one of its own.
+                # A signal handler raises an exception, but a library may have replaced it by another exception.
                 if stop_signals.received or not isinstance(error, Exception):
                     return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
                 return _report_error(error, arguments)
@@ -132,11 +132,11 @@ def _flow_command(name: str) -> Command:
 
 
 def _module_command(name: str, prefix: str = "") -> Command:
-    """Return a command that runs `main` of `penstock.flows.<name>`, or `<prefix>_main` of a module with several
-    commands; the module is imported when the command is called.
+    """Return a command that imports the module `penstock.flows.<name>` and runs its function `main`, or `<prefix>_main`
+    if the module has several commands.
 
-    --help prints USAGE (`<PREFIX>_USAGE`) of the module; --help-all also the options of a run, if the command takes
-    them.
+    With --help the command prints the module's USAGE (or `<PREFIX>_USAGE`) instead. --help-all adds the options of a
+    run, if the command takes them.
     """
     main_name = f"{prefix}_main" if prefix else "main"
 
@@ -224,7 +224,9 @@ def _report_error(error: Exception, argv: list[str]) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether standard output is closed. If not, a BrokenPipeError comes from another pipe and is a bug."""
+    """Return whether standard output is closed. If it is open, a BrokenPipeError comes from another pipe and is a
+    bug."""
+
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

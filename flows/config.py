@@ -98,12 +98,13 @@ class PostTrainConfig(StageConfig):
 
     @property
     def start_weights(self) -> str:
-        """Return the path of the weights of policy version 0. In a plan, --load is a checkpoint or None."""
+        """Return the path of the weights of policy version 0. Call this on a `Plan`, in which --load is a checkpoint or
+        None: as it is given, it may name a run that has no checkpoint yet."""
         return self.convert.load or self.train.ref_load or self.convert.hf_checkpoint
 
     @property
     def engine_facts(self) -> EngineFacts:
-        """Return the properties of the engine that its own flags determine."""
+        """Return what the inference engine's own flags (such as --sglang-speculative-algorithm) say about it."""
         return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
 
     @property
@@ -185,9 +186,8 @@ class PostTrainConfig(StageConfig):
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
                 yield (
                     getattr(run, name) != RunConfig.model_fields[name].default,
-                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add --async-mode "
-                    f"streaming, or "
-                    f"omit {flag_of_field(name)}",
+                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add --async-mode streaming, "
+                    f"or omit {flag_of_field(name)}",
                 )
             return
         unused: dict[str, Any] = {
@@ -234,22 +234,22 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_derived_options(self) -> PostTrainConfig:
-        """Check that the options that depend on others can be derived."""
+        """Check that the options that depend on others can be derived, for instance that the batch sizes agree."""
         derive(self)
         return self
 
 
 class Plan(PostTrainConfig):
-    """A config in which every option has its final value. The additional fields are not part of a dump."""
+    """A config in which every option has its final value. `model_dump` omits the fields that a config does not have."""
 
     flow: Flow = Field(exclude=True)
-    given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
-    parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
-    notes: tuple[str, ...] = Field(exclude=True)  # messages about unusual decisions, to be printed
+    given: RecordedConfig = Field(exclude=True)  # the options as the user gave them, but with absolute paths
+    parent: ParentRecord | None = Field(exclude=True)  # the run and round that this run was forked from, if it was
+    notes: tuple[str, ...] = Field(exclude=True)  # messages to print, about options that have an unexpected effect
 
 
 def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[StageConfig]]:
-    """Return the sections of a config, each before its subsections: dotted path -> config."""
+    """Return the sections of a config, each before its subsections: dotted path -> class of the section."""
     sections: dict[str, type[StageConfig]] = {}
     for name, field in model.model_fields.items():
         if inner := section_model(field):
@@ -283,8 +283,8 @@ def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
 
 
 def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
-    """Return the config with `values` set in a section; unchanged if the section is absent. Options whose
-    value does not change are not added to `model_fields_set`."""
+    """Return the config with `values` set in a section; unchanged if the section is absent. `model_fields_set`, which
+    tells what the user gave, gets only options whose value changes."""
     if not section:
         return config.model_copy(update={name: new for name, new in values.items() if new != getattr(config, name)})
     first, _, rest = section.partition(".")
@@ -293,7 +293,8 @@ def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
 
 
 def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return the values of a config with another value of the option at a dotted path."""
+    """Return a copy of the nested values of a config (section -> option -> value) in which the option at the dotted
+    `path` has the given value."""
     first, _, rest = path.partition(".")
     if rest:
         value = with_entry(entries_of(values, first), rest, value)
@@ -301,8 +302,8 @@ def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the entries of a section in the values of a config, in which it is created if it is absent. Raises
-    OptionError if it has a value that is not a table."""
+    """Return the entries of a section in the nested values of a config. A section that is absent is added to `values`.
+    Raises OptionError if `values` has something other than a table at its place."""
     for part in section.split("."):
         if values.get(part) is None:
             values[part] = {}
@@ -313,10 +314,11 @@ def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def derive(config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with the options that depend on others, unless they are given.
+    """Return the config with values for those options that were not given and depend on others.
 
-    These are the size of a group, samples and steps of a round, --use-tis, --params-dtype, the learning-rate schedule
-    and --debug-train-only with --load-debug-rollout-data.
+    These are --n-samples-per-prompt, --global-batch-size, --num-steps-per-rollout, --use-tis, --params-dtype, the
+    learning-rate schedule, and --debug-train-only with --load-debug-rollout-data. Raises OptionError if the sizes
+    contradict each other.
     """
     run, rollout, train = config.run, config.rollout, config.train
     if config.debug.load_debug_rollout_data and not run.debug_rollout_only:  # needs no engines
@@ -343,7 +345,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         )
     train.check_batch(batch)
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
-    if run.num_rollout or not run.num_epoch:  # --num-epoch was not converted to a number of rounds yet
+    if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
         changes |= train.lr_schedule(run.num_rollout * steps)
     train = train.model_copy(update=changes)
     return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
@@ -352,7 +354,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
 def validate_config(values: dict[str, Any]) -> PostTrainConfig:
     """Validate `values` (section -> option -> value), and return them as a config.
 
-    Secrets given literally are replaced by references that only this process can resolve
+    A secret that is given as a literal value is replaced by a reference that only this process can resolve
     (storage/secret_references.py).
 
     Raises:
@@ -374,8 +376,8 @@ def validate_config(values: dict[str, Any]) -> PostTrainConfig:
 
 
 def with_sft_loss(values: Any) -> Any:
-    """Return the values of a config (section -> option -> value) with the loss of the flow `sft`, unless they have one.
-    A config that is already validated is returned unchanged."""
+    """Return the values of a config (section -> option -> value) with --loss-type sft_loss, unless they have a loss. A
+    config that is already validated is returned unchanged."""
     train = values.get("train", {}) if isinstance(values, dict) else None
     return values | {"train": {"loss_type": "sft_loss"} | train} if isinstance(train, dict) else values
 
@@ -385,7 +387,7 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
 
     Args:
         config: the config to check.
-        allow_literal: accept secrets given as literal values, which no other process can resolve.
+        allow_literal: whether secrets may be literal values. Another process could not resolve those.
     """
     for section, name in secret_fields():
         value = option_value(config, section, name)
@@ -451,11 +453,8 @@ _KNOWN = ", ".join(f"[{section}]" for section in PostTrainConfig.model_fields)
 
 
 def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
-    """Return the options of one mutability class: `section.name` -> JSON value.
-
-    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. The options of an
-    absent section are None.
-    """
+    """Return the options of one mutability class (see storage/config.py): `section.name` -> JSON value. The options of
+    an absent section are None."""
     dumped = config.model_dump(mode="json")
     options = {
         f"{section}.{name}": entries_of(dumped, section).get(name)
@@ -511,7 +510,8 @@ def _not_a_table(section: str, value: Any) -> str:
 
 
 def describe_unknown_option(where: list[str]) -> str:
-    """Return `[train] learning_rate: no such option`, with the nearest known option."""
+    """Return the message about the unknown option at the path `where`, with the nearest known option."""
+
     section, name = ".".join(where[:-1]), where[-1]
     if not section:
         return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {_KNOWN}"

@@ -1,5 +1,4 @@
-"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, and gates (conditions that fail a
-run) for tests."""
+"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, conditions that fail a run."""
 
 from __future__ import annotations
 
@@ -11,13 +10,14 @@ from penstock.stages.torch_files import check_template
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.config import option
 
-GRAD_NORM_PLACEHOLDERS = ("role", "rollout_id", "step_id")
-# Switch -> options that have no effect without it.
-COMPANIONS = {
+GRAD_NORM_PLACEHOLDERS = ("role", "rollout_id", "step_id")  # in the paths of --ci-save- and --ci-load-grad-norm
+COMPANIONS = {  # option -> options that have no effect without it
     "use_pytorch_profiler": ("profile_target", "profile_step_start", "profile_step_end", "profile_dir"),
     "record_memory_history": (
-        *("memory_snapshot_dir", "memory_snapshot_path"),
-        *("memory_snapshot_num_steps", "memory_recorder"),
+        "memory_snapshot_dir",
+        "memory_snapshot_path",
+        "memory_snapshot_num_steps",
+        "memory_recorder",
     ),
     "ci_test": ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"),
     "load_debug_rollout_data": ("load_debug_rollout_data_subsample",),
@@ -67,14 +67,16 @@ class DebugConfig(DiagnosticsConfig):
 
     @property
     def rollout_dump(self) -> str | None:
-        """Return the path of the dumps of samples, with placeholders; None: samples are not dumped."""
+        """Return the path of --save-debug-rollout-data, or the path that --dump-details sets for it; None if samples
+        are not dumped."""
         return self.save_debug_rollout_data or (
             self.dump_details and f"{self.dump_details}/rollout_data/{{rollout_id}}.pt"
         )
 
     @property
     def diagnostics(self) -> DiagnosticsConfig:
-        """Return the options of the trainer's ranks, with the path of --dump-details."""
+        """Return the diagnostics options for the trainer's ranks. If only --dump-details is given, they contain the
+        path that it sets for --save-debug-train-data."""
         values = self.model_dump(include=set(DiagnosticsConfig.model_fields))
         if self.dump_details and not self.save_debug_train_data:
             values["save_debug_train_data"] = f"{self.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
@@ -83,11 +85,11 @@ class DebugConfig(DiagnosticsConfig):
     @model_validator(mode="after")
     def _check_paths(self) -> DebugConfig:
         """Check the placeholders of all paths."""
-        one, norm = ("rollout_id",), GRAD_NORM_PLACEHOLDERS
+        round_only, norm = ("rollout_id",), GRAD_NORM_PLACEHOLDERS
         for name, allowed, required in (
-            ("save_debug_rollout_data", one, one),
-            ("load_debug_rollout_data", one, ()),
-            ("save_debug_train_data", (*one, "rank"), one),
+            ("save_debug_rollout_data", round_only, round_only),
+            ("load_debug_rollout_data", round_only, ()),
+            ("save_debug_train_data", (*round_only, "rank"), round_only),
             ("ci_save_grad_norm", norm, norm[1:]),
             ("ci_load_grad_norm", norm, norm[1:]),
             ("dump_details", (), ()),

@@ -1,5 +1,5 @@
-"""`penstock promote`: make an evaluated policy the champion of a named model, if it is better than the current one; and
-start runs from the champion."""
+"""`penstock promote`: make an evaluated policy the champion of a named model, if it is better than the current
+champion."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     store = open_store(parse_store_options(rest, "promote"), probe=False)
     model = own["--to"]
     if not positional and "--rollback" not in own:
-        return print_decisions(store, model)
+        print_decisions(store, model)
+        return 0
     if "--rollback" in own:
         decision = roll_back(store, model)
     else:
@@ -78,8 +79,8 @@ def parse_gate(own: dict[str, str]) -> Gate:
     return Gate(own["--data-set"], parse_number("--margin", own.get("--margin", "0")), guards, least)
 
 
-def print_decisions(store: Store, model: str) -> int:
-    """Print all decisions about a model. Return 0."""
+def print_decisions(store: Store, model: str) -> None:
+    """Print all decisions about a model."""
     rows = [
         (
             time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at)),
@@ -94,14 +95,14 @@ def print_decisions(store: Store, model: str) -> int:
         print_table(("at", "decision", "candidate", "champion", "conditions"), rows)
     else:
         print(f"no decisions about model {model} in {store.uri}")
-    return 0
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
 def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, force: bool = False) -> Decision:
-    """Decide whether the policy `RUN/VERSION` becomes the champion of `model`, and record the decision.
+    """Decide whether the policy `reference`, RUN/VERSION, becomes the champion of `model`, and record the decision.
+    With `force` it becomes the champion even if a condition of the gate does not hold.
 
     Promoting the champion again changes nothing and returns the decision that promoted it.
     """
@@ -142,7 +143,8 @@ def roll_back(store: Store, model: str) -> Decision:
 
 
 def find_policy(store: Store, reference: str) -> Policy:
-    """Return the policy `RUN/VERSION`, which must have a checkpoint."""
+    """Return the policy RUN/VERSION. Raises RunError if it has no checkpoint."""
+
     run, _, version = reference.rpartition("/")
     keys, number = RunKeys(run), int(version)
     if number == 0 or store.committed(keys.checkpoint_prefix(number)) is None:

@@ -143,8 +143,8 @@ def parse_own_flags(own: dict[str, str]) -> dict[str, Any]:
 def check_replay(
     run: str, where: RunConfig, placement: dict[str, Any], first: int = 0, last: int | None = None
 ) -> tuple[PostTrainConfig, int, int]:
-    """Check that a run can be replayed from policy version `first` to `last`, before any process starts. Return the
-    config of the replay, the checkpoint to start at, and the last version."""
+    """Check that a run can be replayed from policy version `first` to `last` (None: the last trained version). Return
+    the config of the replay, the version of the checkpoint to start at, and the last version."""
     config = _replay_config(run, where, placement)
     config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)
@@ -179,8 +179,8 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
 
 
 def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, begin: int, last: int) -> None:
-    """Check that the run's own options, not those of a run it was forked from, trained the rounds between policy
-    versions `begin` and `last`."""
+    """Check that the training options of `config` trained the rounds between policy versions `begin` and `last`. In a
+    fork, earlier rounds were trained by the parent, perhaps with other options. Raises RunError."""
     record = read_run_record(store, keys)
     end, entry = last, record.parent if record else None
     while entry is not None:
@@ -198,8 +198,9 @@ def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, beg
 def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[PolicyRestorer]:
     """Start a trainer, and yield a PolicyRestorer that loads and replays policy versions with it.
 
-    The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
+    The trainer has its own Ray namespace, so it does not disturb the run's trainer if that works on the same cluster.
     """
+
     spec = TrainerSpec(
         run=keys.run,
         shape=_read_model_shape(store, keys),
