@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         stop_signals.install()
         stop_signals.start_watchdog()
-        if logging.lastResort is not None:  # prints log records as long as they have no other handler
+        if logging.lastResort is not None:  # the handler that prints warnings for which there is no other handler
             logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
                 return code
             except (KeyboardInterrupt, Preempted, Exception) as error:
-                # A signal handler raises an exception, but a library may have replaced it by another exception.
+                # After a signal any exception counts as its result: libraries replace the exception that the signal
+                # handler raised by their own.
                 if stop_signals.received or not isinstance(error, Exception):
                     return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
                 return _report_error(error, arguments)

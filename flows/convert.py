@@ -151,7 +151,7 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
 @flow(name="convert", validate_parameters=True)
 def convert(config: PostTrainConfig) -> State[None]:
     """Convert from or to Hugging Face files."""
-    if not isinstance(config, Plan):  # otherwise the command has checked it
+    if not isinstance(config, Plan):  # otherwise the command has made this plan and checked it
         config = plan_of("convert", with_hf_checkpoint(config))
         preflight(config)
     start = time.monotonic()

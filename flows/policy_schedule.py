@@ -42,7 +42,7 @@ class PolicyLimits:
 
     lead: int = 0  # rounds by which a rollout may start ahead of the trainer
     bound: int = 0  # versions by which a token may be older than the policy that is trained on it
-    interval: int = 1  # the newest weights are due in the engines after rounds interval, 2 x interval, ...
+    interval: int = 1  # number of rounds after which newer weights are due in the engines
     streams: bool = False  # --async-mode streaming
     evaluates_apart: bool = False  # evaluations have their own engines
 

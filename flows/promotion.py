@@ -37,7 +37,7 @@ _OWN = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the promotion was refused."""
+    """Run `penstock promote`. Return 0, or 1 if the promotion was refused."""
     positional, own, rest = split_args(argv, _OWN)
     if len(positional) > 1 or "--to" not in own or (positional and "--rollback" in own):
         found = short_repr(" ".join(argv))
@@ -129,7 +129,7 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
 def roll_back(store: Store, model: str) -> Decision:
     """Make the policy champion again that was champion before the current one, and record the decision."""
     decisions = read_decisions(store, model)
-    stack: list[Policy] = []  # champions; a rollback removes the last one
+    stack: list[Policy] = []  # the champions one after the other; a rollback removes the last
     for decision in decisions:
         if decision.action == "promoted" and decision.champion:
             stack.append(decision.champion)

@@ -164,7 +164,7 @@ class StreamSource(RoundSource):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._stream: RolloutStream | None = None
-        self._report: ProgressCallback = lambda done, total: None  # callback of the round in progress
+        self._report: ProgressCallback = lambda done, total: None  # shows the progress of the current round
 
     def generate(self, rollout_id: int) -> Commit:
         """Commit the next groups of the stream as round `rollout_id`, and return the commit."""

@@ -102,11 +102,8 @@ class Session:
             try:
                 if missing_fork_checkpoint(self.run.store, record) is None:
                     self.processes.trainer.start_processes()
-            except (
-                ClusterLost,
-                NodeLost,
-                TimeoutError,
-            ) as error:  # the stage `restore` starts the trainer, with retries
+            except (ClusterLost, NodeLost, TimeoutError) as error:
+                # The stage `restore` starts the trainer, with retries.
                 self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
     def report_commit(self, prefix: str, commit: Commit) -> Commit:
@@ -197,7 +194,7 @@ class Session:
         )
         self.display.note_wait(self.display.panel.phase)
         self.wait_for_checkpoint_until_deadline()
-        if kind is not None:  # end an evaluation in another thread
+        if kind is not None:  # cancel an evaluation in another thread, and wait for its end
             self.stop.request(grace_seconds=0.0)
             self.engines.turns.wait_until(
                 lambda schedule: schedule.evaluated is None, patience_after(kind) or EVALUATION_END_TIMEOUT
@@ -209,7 +206,8 @@ class Session:
             self.run.record_end(error, joules)
         except (StoreError, OSError) as problem:  # for instance a full disk
             self.display.note(
-                f"the end of this start is not recorded ({problem}); its costs are counted up to its last commit"
+                f"the store has no record of how this start of the run ended ({problem}); its costs are counted up to "
+                "its last commit"
             )
 
 
@@ -218,7 +216,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
     """Check a config, and yield the session that executes its run. The processes that the session has started are
     stopped at the end of the block."""
     plan = plan_of(flow, config)
-    if plan is not config:  # otherwise the command has checked it
+    if plan is not config:  # otherwise the command has made this plan and checked it
         preflight(plan)
     stop = StopRequest()
     try:
@@ -237,7 +235,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
                 record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
             except (StoreError, OSError) as error:
                 session.display.note(
-                    f"the completion of the run is not recorded ({error}); the next start checks its stages"
+                    f"the store has no record that the run is complete ({error}); the next start checks its stages"
                 )
     except Preempted as error:
         raise TerminationSignal(signal.SIGTERM) from error  # Prefect marks the flow run as crashed or cancelled

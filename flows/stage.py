@@ -139,7 +139,7 @@ def retry_while_disk_full(
             full = disk_full_error(error, directories)
             if full is None:
                 raise
-            if time.monotonic() - attempt_start > PATIENCE:  # a new shortage: restart the time limit
+            if time.monotonic() - attempt_start > PATIENCE:  # the disk had space for a long time: restart the limit
                 start, pause = time.monotonic(), FIRST_PAUSE
             left = PATIENCE - (time.monotonic() - start)
             if left <= 0:

@@ -380,7 +380,10 @@ def evaluate_or_postpone(session: Session, version: int) -> None:
 
 def note_postponed_evaluation(session: Session, version: int, error: BaseException) -> None:
     """Print that `evaluate_skipped` will score policy `version` after the last round, because `error` prevented it."""
-    session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__}: {error})")
+    session.display.note(
+        f"policy version {version} could not be evaluated now ({type(error).__name__}: {error}); it will be evaluated "
+        "after the last round"
+    )
 
 
 def evaluate_in_turn(session: Session, version: int) -> None:
@@ -401,7 +404,7 @@ def evaluate_skipped(session: Session) -> None:
 
 
 def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yield (policy version, data set) for each evaluation of policies in `versions` that `evaluate_skipped` must make.
+    """Yield (policy version, data set) for each evaluation of policies in `versions` that was due but is missing.
     Policies that were trained before a data set was added to the run are not evaluated on it. A fork does not evaluate
     its parent's policies, because with the fork's options a replay would not reproduce them."""
     due, keys = build_stage_schedule(session), session.run.keys

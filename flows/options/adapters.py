@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: ParentRecord | None) -> EngineOptions:
-    """Return the engine options with the LoRA adapters that the engines load; unchanged if the run has none or merges
-    them into the weights. Raises OptionError if --lora-publish adapter is not possible.
+    """Return the engine options with the LoRA adapters that the engines load; unchanged if they load none, for instance
+    because the engines get merged weights. Raises OptionError if --lora-publish adapter is not possible.
 
     Args:
         options: options of the engines.

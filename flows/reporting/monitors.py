@@ -78,13 +78,13 @@ class HangDetector(Observer):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(stacks)
             self.warn(
-                f"no stage has made progress for {self.timeout:g} s; the run continues. Stacks, also in "
-                f"{path}:\n{stacks}"
+                f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its "
+                f"processes are also in {path}:\n{stacks}"
             )
         except (OSError, psutil.Error) as error:  # for instance a full disk, or a process of another user
             self.warn(
-                f"no stage has made progress for {self.timeout:g} s; the run continues. Its stacks cannot be "
-                f"read ({error})"
+                f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its "
+                f"processes cannot be shown ({error})"
             )
 
 

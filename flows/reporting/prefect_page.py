@@ -166,7 +166,10 @@ class PrefectPage(Observer):
                 self._retry = f"retry {retry.replace('/', ' of ')}, " if retry else ""
             crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
         except HTTPError as error:
-            self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+            self.display.note(
+                f"a request to Prefect failed ({type(error).__name__}): this flow run may lack its tags, and killed "
+                "flow runs may still be shown as running"
+            )
         self._publish(f"{self._retry}running")
         self._thread.start()
         return self
@@ -182,7 +185,7 @@ class PrefectPage(Observer):
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._ends.set()
-        self._thread.join(REPORT_TIMEOUT)  # a later rewrite would replace the results
+        self._thread.join(REPORT_TIMEOUT)  # otherwise its last rewrite might replace the results
         if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
             self._publish(self._retry + describe_progress(list(self._commits.values()), self.run.started_at))
 

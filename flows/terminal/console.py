@@ -80,7 +80,7 @@ class LiveRegion(Live):
         self._render = render
         self._frame = Group()
         self._terminal = console.file
-        self._replaced: dict[str, Any] = {}  # name in sys -> stream to restore
+        self._replaced: dict[str, Any] = {}  # "stdout", "stderr" -> stream that `stop` restores
         super().__init__(
             console=console, transient=True, redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop"
         )

@@ -73,7 +73,7 @@ class Panel:
         self.engines: Callable[[], str] = str  # returns the state of the engines in words, "" before their start
         self.num_done = 0  # number of trained rounds
         self.curve_name = "reward"
-        self.curve: dict[int, float] = {}  # round -> reward, or loss without rewards
+        self.curve: dict[int, float] = {}  # round -> its reward, or its loss in a run without rewards
         self.evaluations: dict[str, dict[int, float]] = {}  # data set -> policy version -> reward
         self.last_round = ""  # durations of the stages of the newest round
         self.samples: Sequence[Text] = ()  # best and worst sample of the newest round
