@@ -19,12 +19,11 @@ from penstock.engines.parallel_layout import (
     check_pipeline,
     has_grouped_experts,
 )
+from penstock.engines.training import GIB
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, OptionError
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

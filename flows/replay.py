@@ -57,7 +57,7 @@ with the placement and the hardware of the run. Exit code 1 if any round differs
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
+    """Run `penstock replay`. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = given.train.model_dump(mode="json", exclude_unset=True)
@@ -157,7 +157,8 @@ def check_replay(
             f"--from and --to with 0 <= from < to <= {trained}"
         )
     check_same_options(store, keys, config, begin, last)
-    check_layout(_read_model_shape(store, keys), config.train)
+    _, shape = _read_initial_weights(store, keys)
+    check_layout(shape, config.train)
     return config, begin, last
 
 
@@ -201,9 +202,10 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     The trainer has its own Ray namespace, so it does not disturb the run's trainer if that works on the same cluster.
     """
 
+    base, shape = _read_initial_weights(store, keys)
     spec = TrainerSpec(
         run=keys.run,
-        shape=_read_model_shape(store, keys),
+        shape=shape,
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
@@ -214,16 +216,15 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}", options=placement)
     group = TrainerGroup(cluster, spec)
     try:
-        base = store.read_record(CheckpointRef, keys.origin_key("base"))
-        assert base is not None, "`_read_model_shape` has read it"
         yield PolicyRestorer(store, keys, group, base)
     finally:
         group.kill()
         cluster.stop()
 
 
-def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
-    """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
+def _read_initial_weights(store: Store, keys: RunKeys) -> tuple[CheckpointRef, ModelShape]:
+    """Return the reference to a run's initial weights, and the shape of the model. Raises RunError if the weights are
+    not in the store."""
     base = store.read_record(CheckpointRef, keys.origin_key("base"))
     if base is None:
         raise RunError(
@@ -234,4 +235,4 @@ def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
         raise RunError(
             f"the initial weights of run {keys.run!r} ({base.key}) are not in the store: convert the model again"
         )
-    return ModelShape.model_validate(model.state["shape"])
+    return base, ModelShape.model_validate(model.state["shape"])

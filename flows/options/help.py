@@ -100,9 +100,8 @@ def short_help(command: str) -> str:
             wrapped = _wrap(about, " " * (width + 4))
             lines += [f"  {flag:<{width}}  {wrapped[0].lstrip()}", *wrapped[1:]]
     lines += ["", *_wrap(text.see_also)] if text.see_also else []
-    num_options = len(fields)
     other = (
-        f"penstock {command} --help-all lists all {num_options} options, --help WORD those about a word. {_PROGRAMS}"
+        f"penstock {command} --help-all lists all {len(fields)} options, --help WORD those about a word. {_PROGRAMS}"
     )
     return "\n".join([*lines, *_wrap(other)])
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from penstock.flows.options.argv import short_repr
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
@@ -84,7 +85,7 @@ def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
     if key is None:
         return []
     if key == name and args and "..." not in (word for flag in SYNONYMS[key] for word in flag):
-        raise OptionError(f"{name} is a switch and takes no value; found {args[0][:80]!r}")
+        raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
     flags = [[word for item in flag for word in (args if item == "..." else [item])] for flag in SYNONYMS[key]]
     log_once(key, "means " + " ".join(word for flag in SYNONYMS[key] for word in flag if word != "..."))
     return [(flag, words) for flag, *words in flags]
