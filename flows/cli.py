@@ -57,7 +57,7 @@ look
             or W&B again, from the store
 
 keep
-  export    write a checkpoint of a run for others:  penstock export RUN/20 --format hf|megatron --output DIR
+  export    write a checkpoint for other programs:  penstock export RUN/20 --format hf|megatron --output DIR
   promote   make a policy the champion of a model if it is better:  penstock promote RUN/20 --to MODEL --data-set NAME
   verify    check every hash, reference and sample of a run:  penstock verify RUN
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
@@ -158,7 +158,7 @@ def _module_command(name: str, prefix: str = "") -> Command:
 
 
 def _or_with_flag(command: Command, other: Command, *flags: str) -> Command:
-    """Return a command that calls `other` if one of the flags is given."""
+    """Return a command that calls `other` if one of the flags is given, else `command`."""
     return lambda argv: (other if {*flags} & {word.partition("=")[0] for word in argv} else command)(argv)
 
 

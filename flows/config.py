@@ -131,7 +131,7 @@ class PostTrainConfig(StageConfig):
         yield from (*self._sharing_rules(), *self._async_rules(), *self._streaming_rules(), *self._teacher_rules())
 
     def _sharing_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about checkpoints that are kept, and about engines on the trainer's GPUs."""
+        """Yield those of `rules` about checkpoints that are kept, and about engines on the trainer's GPUs."""
         yield (
             self.run.keep_best is not None and self.run.keep_checkpoints is None,
             f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
@@ -150,7 +150,7 @@ class PostTrainConfig(StageConfig):
         )
 
     def _async_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about generation and evaluation during training."""
+        """Yield those of `rules` about generation and evaluation during training."""
         run = self.run
         mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
         yield (
@@ -180,7 +180,7 @@ class PostTrainConfig(StageConfig):
         )
 
     def _streaming_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about --async-mode streaming and its own options."""
+        """Yield those of `rules` about --async-mode streaming and the options that belong to it."""
         run, rollout = self.run, self.rollout
         if not run.streams:
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
@@ -214,7 +214,7 @@ class PostTrainConfig(StageConfig):
         )
 
     def _teacher_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about the teacher of --opd-type engine."""
+        """Yield those of `rules` about the teacher of --opd-type engine."""
         rollout, train = self.rollout, self.train
         yield (
             rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
@@ -405,7 +405,7 @@ def secret_fields() -> list[tuple[str, str]]:
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return section -> option -> value of a TOML file."""
+    """Return section -> option -> value of a TOML file. Raises OptionError if it is not a config file."""
     text = read_config_text(path)
     try:
         values = tomllib.loads(text)

@@ -71,7 +71,7 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command: a conversion as a flow, an export in this process. Return the exit code."""
+    """Run `penstock convert`: a conversion as a Prefect flow, an export without Prefect. Return the exit code."""
     config = plan_of("convert", with_hf_checkpoint(parse_config(translate_flags(argv))))
     preflight(config)
     options, store = config.convert, open_store(config.run, probe=False)
@@ -268,7 +268,8 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
 
 
 def find_checkpoint(config: PostTrainConfig) -> Commit | str:
-    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION."""
+    """Return the checkpoint that --convert-load names: the path of a directory, or the commit of RUN or RUN/VERSION.
+    Raises OptionError if there is no such checkpoint."""
     name = config.convert.convert_load or ""
     path = Path(name)
     if path.is_dir():
@@ -288,7 +289,8 @@ def find_checkpoint(config: PostTrainConfig) -> Commit | str:
 
 
 def read_recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
-    """Return the Hugging Face directory and the --model-family-path recorded by the checkpoint `convert_load`."""
+    """Return the Hugging Face directory and the --model-family-path that the checkpoint of --convert-load has recorded.
+    Raises OptionError if it has recorded none."""
     checkpoint = find_checkpoint(config)
     if isinstance(checkpoint, Commit):
         _, recorded_config = read_flow_and_config(config.run, checkpoint.run or "")

@@ -25,7 +25,7 @@ COMPANIONS = {  # option -> options that have no effect without it
 
 
 class DebugConfig(DiagnosticsConfig):
-    """All options for finding faults; those of the trainer are inherited from `DiagnosticsConfig`."""
+    """All options for finding faults. The options that the trainer reads are inherited from `DiagnosticsConfig`."""
 
     save_debug_rollout_data: str | None = option(None, mutability="placement", min_length=1)
     """Write the samples of each round, after its commit, to this path, which contains {rollout_id}. For evaluations,

@@ -127,7 +127,8 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
 
 
 def roll_back(store: Store, model: str) -> Decision:
-    """Make the policy champion again that was champion before the current one, and record the decision."""
+    """Make the previous champion of `model` its champion again, and record the decision. Raises RunError if there is no
+    previous champion."""
     decisions = read_decisions(store, model)
     stack: list[Policy] = []  # the champions one after the other; a rollback removes the last
     for decision in decisions:

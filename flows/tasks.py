@@ -62,8 +62,8 @@ def convert(session: Session) -> CheckpointRef:
 
 
 def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
-    """Return the model that the run has recorded as `role` if it was converted from the current files at `path`;
-    otherwise convert these files. Only a conversion needs a process."""
+    """Return the model that the run has recorded as `role` if it was converted from the current files at `path`.
+    Otherwise convert these files. The Ray cluster is started only for a conversion."""
     model = session.run.store.read_record(CheckpointRef, session.run.keys.origin_key(role))
     if model is not None and is_conversion_of(session.run.store, model, path):
         return model

@@ -127,7 +127,7 @@ def check_several_nodes(targets: Targets) -> Use:
 
 
 def check_s3(targets: Targets) -> Use:
-    """Check the driver and the credentials for a store in S3, and, if --store names one, that it can be written."""
+    """Check the packages and the credentials for a store in S3, and, if --store names one, that it can be written."""
     store = targets.store if targets.store is not None and targets.store.store.startswith("s3://") else None
     uri = store.store if store is not None else "s3://BUCKET/runs"
     use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=store is not None)

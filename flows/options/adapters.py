@@ -123,8 +123,9 @@ def adapter_of_version(
 
 
 def fully_trained_ancestor(parent: ParentRecord | None) -> str | None:
-    """Return the name of the ancestor run whose fully trained weights are the base of a fork's LoRA adapters (`parent`
-    describes the fork's origin). Return None if the base is the model that the run starts from."""
+    """Return the name of the nearest ancestor of a fork that trained all weights, which are then the base of the fork's
+    LoRA adapters. Return None if there is none: the base is the model that the fork starts from. `parent` is the run
+    and round from which it was forked."""
     while parent is not None and parent.at > 0:
         if parent.config.get("train", {}).get("lora") is None:
             return parent.run

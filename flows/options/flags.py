@@ -93,7 +93,8 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
 
 
 def merge_values(values: Values, new: Values) -> None:
-    """Set the new options in `values`; a table is merged into the existing one."""
+    """Update `values` with the options of `new`. If an option is a table in both, the entries of the tables are
+    merged."""
     for section, entries in new.items():
         target = values.setdefault(section, {})
         for key, value in entries.items():

@@ -112,7 +112,8 @@ def import_script(path: Path) -> Recipe:
     environment = {k: v for k, v in os.environ.items() if not is_secret_name(k) and not secret.search(k.upper())}
 
     def find_source(source: str) -> Path | None:
-        """Return the file that the script sources: at its path, or in `models/` next to the script."""
+        """Return the file that the script sources: at its path, in `models/` next to the script, or in
+        `scripts/models/` of a folder above it."""
         name = Path(source).name
         candidates = [Path(source), path.parent / source, path.parent / "models" / name]
         candidates += [parent / "scripts" / "models" / name for parent in path.resolve().parents]
@@ -241,7 +242,7 @@ def adapt(recipe: Recipe) -> None:
 
 
 def adapt_run(recipe: Recipe) -> None:
-    """Give the run a name, and the mode that the script's program has in slime."""
+    """Give the run a name. If the script runs train_async.py, let the run generate one rollout ahead."""
     run = recipe.values["run"]
     if recipe.values["train"].get("loss_type") == "sft_loss":
         for name in {"debug_train_only", "async_buffer_size", "async_mode"} & run.keys():

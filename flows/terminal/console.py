@@ -126,7 +126,7 @@ class LiveRegion(Live):
 
 
 class _LinesAbove(StreamProxy):
-    """A text stream whose complete lines appear above a region."""
+    """A text stream whose complete lines appear above a `LiveRegion`."""
 
     def __init__(self, region: LiveRegion, stream: IO[str]) -> None:
         super().__init__(stream)
