@@ -157,9 +157,9 @@ def _module_command(name: str, prefix: str = "") -> Command:
     return call
 
 
-def _or_with_flag(command: Command, other: Command, *flags: str) -> Command:
-    """Return a command that calls `other` if one of the flags is given, else `command`."""
-    return lambda argv: (other if {*flags} & {word.partition("=")[0] for word in argv} else command)(argv)
+def _or_with_flag(command: Command, flag: str, other: Command) -> Command:
+    """Return a command that calls `other` if the flag is given, else `command`."""
+    return lambda argv: (other if any(word.partition("=")[0] == flag for word in argv) else command)(argv)
 
 
 COMMANDS: dict[str, Command] = {
@@ -169,7 +169,11 @@ COMMANDS: dict[str, Command] = {
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
-    "eval": _or_with_flag(_flow_command("eval"), _module_command("commands.stored_evals"), "--rescore", "--compare"),
+    "eval": _or_with_flag(
+        _or_with_flag(_flow_command("eval"), "--compare", _module_command("commands.stored_evals", "compare")),
+        "--rescore",
+        _module_command("commands.stored_evals", "rescore"),
+    ),
     "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
@@ -183,12 +187,12 @@ COMMANDS: dict[str, Command] = {
     "runs": _module_command("inspect.run_views", "runs"),
     "watch": _module_command("inspect.watch"),
     "show": _or_with_flag(
-        _module_command("inspect.run_views", "show"), _module_command("inspect.run_views", "cost"), "--cost"
+        _module_command("inspect.run_views", "show"), "--cost", _module_command("inspect.run_views", "cost")
     ),
     "lineage": _module_command("inspect.lineage_trees"),
     "samples": _module_command("inspect.read_samples"),
     "query": _module_command("inspect.sql_query"),
-    "report": _or_with_flag(_module_command("inspect.report"), _module_command("inspect.track"), "--to"),
+    "report": _or_with_flag(_module_command("inspect.report"), "--to", _module_command("inspect.track")),
     "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }

@@ -240,7 +240,7 @@ class PostTrainConfig(StageConfig):
 
 
 class Plan(PostTrainConfig):
-    """A config in which every option has its final value. `model_dump` omits the fields that a config does not have."""
+    """A config in which every option has its final value. `model_dump` omits the fields that only a plan has."""
 
     flow: Flow = Field(exclude=True)
     given: RecordedConfig = Field(exclude=True)  # the options as the user gave them, but with absolute paths

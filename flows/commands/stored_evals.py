@@ -23,15 +23,14 @@ from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards
 from penstock.storage.errors import DataError, OptionError, RunError
 from penstock.storage.store import Store
 
-USAGE = """penstock eval --compare A B [--store URI ...]
+COMPARE_USAGE = """penstock eval --compare A B [--store URI ...]
 
   A and B are RUN/VERSION, or RUN for its newest evaluated version: two versions of one run, or of two runs in the same
   store. For every data set that both were evaluated on, prints both mean rewards, their difference with its 95 %
   confidence interval (paired over the prompts), and on how many prompts B is better than A, worse, and equal.
   Evaluations that were scored again are data sets named <data set>@<hash>: score both in the same way before comparing
-  them. Fails if data sets of the same name have different rows.
-
-penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
+  them. Fails if data sets of the same name have different rows."""
+RESCORE_USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
 
   Grades the stored responses of a run's evaluations again and commits the result under
   <data set>@<hash>; existing commits do not change. Nothing is generated and no engine starts. Options that are not
@@ -40,17 +39,11 @@ penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--
   --version V       only this policy version
   --dataset NAME    only this data set
 
-  Scoring options, which replace the run's: --eval-rm-type (or --rm-type), --custom-rm-path, --rm-model-path, --rm-url,
-  --eval-reward-key (or --reward-key), --rm-evaluated-integers, --pass-threshold, --log-passrate, --reward-timeout,
-  --reward-start-timeout, --reward-workers, --allow-row-code.
-  They take precedence over the data sets of --eval-config. In the metadata of a row, custom_rm_path takes precedence
-  over --custom-rm-path and --eval-rm-type, and rm_type over --eval-rm-type."""
-
-
-def main(argv: list[str]) -> int:
-    """Run `penstock eval --compare` or `--rescore`. Return 0."""
-    rescores = any(argument.partition("=")[0] == "--rescore" for argument in argv)
-    return rescore_main(argv) if rescores else compare_main(argv)
+  Scoring options, which replace those of the run: --eval-rm-type (or --rm-type), --custom-rm-path, --rm-model-path,
+  --rm-url, --eval-reward-key (or --reward-key), --rm-evaluated-integers, --pass-threshold, --log-passrate,
+  --reward-timeout, --reward-start-timeout, --reward-workers, --allow-row-code. They take precedence over the data sets
+  of --eval-config. In the metadata of a row, custom_rm_path takes precedence over --custom-rm-path and --eval-rm-type,
+  and rm_type over --eval-rm-type."""
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
