@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
 from penstock.flows.debug_config import DebugConfig
-from penstock.flows.options.argv import short_repr
+from penstock.flows.options.argv import flag_of_field, short_repr
 from penstock.flows.options.refused import OTHER_NAMES, REFUSED
 from penstock.flows.options.values import check_value
 from penstock.flows.run_config import RunConfig
@@ -259,7 +259,7 @@ def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[Stag
 
 SECTIONS = _sections(PostTrainConfig)
 SWITCHES = {  # optional section -> the flag that adds it: the first alias of its field, or its name
-    f"{section}.{name}": "--" + next(iter(field_meta(field).aliases), name).replace("_", "-")
+    f"{section}.{name}": flag_of_field(next(iter(field_meta(field).aliases), name))
     for section, model in SECTIONS.items()
     for name, field in model.model_fields.items()
     if section_model(field) and field.default is None
@@ -477,11 +477,6 @@ def training_options(config: PostTrainConfig) -> dict[str, Any]:
     identity = options_by_mutability(config, "identity")
     train = {name: value for name, value in identity.items() if name.startswith("train.")}
     return train | {"temperature": config.rollout.rollout_temperature}
-
-
-def flag_of_field(field_name: str) -> str:
-    """Return the flag of a field: `rollout_batch_size` -> `--rollout-batch-size`."""
-    return "--" + field_name.replace("_", "-")
 
 
 def describe_error(error: ValidationError) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
+from penstock.flows.options.argv import flag_of_field
 from penstock.stages.torch_files import check_template
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.config import option
@@ -95,17 +96,18 @@ class DebugConfig(DiagnosticsConfig):
             ("dump_details", (), ()),
         ):
             if template := getattr(self, name):
-                check_template(_flag(name), template, allowed, required)
+                check_template(flag_of_field(name), template, allowed, required)
         return self
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
         for switch, names in COMPANIONS.items():
             for name in names:
+                flag, needed = flag_of_field(name), flag_of_field(switch)
                 is_given = getattr(self, name) != type(self).model_fields[name].default
                 yield (
                     is_given and not getattr(self, switch),
-                    f"{_flag(name)} has no effect without {_flag(switch)}: add {_flag(switch)}, or omit {_flag(name)}",
+                    f"{flag} has no effect without {needed}: add {needed}, or omit {flag}",
                 )
         targets = ", ".join(self.profile_target)
         yield (
@@ -132,7 +134,3 @@ class DebugConfig(DiagnosticsConfig):
             self.custom_config_path is not None,
             "--custom-config-path is read by the command line only: give the options of the file here",
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import importlib.util
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.config import Flow, PostTrainConfig, flag_of_field
+from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
+from penstock.flows.options.argv import flag_of_field
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.deletion import is_removed

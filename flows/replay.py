@@ -22,15 +22,9 @@ from prefect.states import Completed
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.families.shape import ModelShape
-from penstock.flows.config import (
-    PostTrainConfig,
-    flag_of_field,
-    options_by_mutability,
-    training_options,
-    validate_config,
-)
+from penstock.flows.config import PostTrainConfig, options_by_mutability, training_options, validate_config
 from penstock.flows.gpu_plan import check_layout
-from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
+from penstock.flows.options.argv import flag_of_field, parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import merge_values, parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement

@@ -11,16 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import (
-    Plan,
-    PostTrainConfig,
-    RunConfig,
-    flag_of_field,
-    list_options,
-    options_by_mutability,
-)
+from penstock.flows.config import Plan, PostTrainConfig, RunConfig, list_options, options_by_mutability
 from penstock.flows.options.adapters import check_fork_can_publish
-from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
+from penstock.flows.options.argv import check_run_name, flag_of_field, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.resolve import resolve

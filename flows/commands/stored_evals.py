@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.config import SECTIONS, PostTrainConfig, validate_config
 from penstock.flows.options import flags
-from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
+from penstock.flows.options.argv import check_run_name, flag_of_field, parse_integer, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.paths import with_function_names
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config

@@ -34,7 +34,7 @@ from penstock.flows.config import (
 from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
 from penstock.flows.inspect.plan import print_plan
 from penstock.flows.options.adapters import with_adapters
-from penstock.flows.options.argv import format_bytes, short_repr
+from penstock.flows.options.argv import flag_of_field, format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
@@ -211,7 +211,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     for section, name, _ in list_options():
         value = option_value(config, section, name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
-            paths.append((f"--{name.replace('_', '-')}", value.partition(".py")[0] + ".py"))
+            paths.append((flag_of_field(name), value.partition(".py")[0] + ".py"))
     for flag, path in paths:
         pattern = Path(path).expanduser()
         if path and "://" not in path and not pattern.exists() and not any(pattern.parent.glob(pattern.name)):
@@ -326,5 +326,5 @@ def option_rows(config: Plan) -> Iterator[Row]:
         value = option_value(config, section, name)
         is_default = value == field.get_default(call_default_factory=True)
         if name in entries_of(config.given, section) and not is_default and not field_meta(field).secret:
-            yield title, f"--{name.replace('_', '-')} {short_repr(value)}"
+            yield title, f"{flag_of_field(name)} {short_repr(value)}"
             title = ""

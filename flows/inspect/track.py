@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import flag_of_field, validate_config
+from penstock.flows.config import validate_config
 from penstock.flows.options.addresses import MLFLOW, check_url
-from penstock.flows.options.argv import check_run_name, split_args
+from penstock.flows.options.argv import check_run_name, flag_of_field, split_args
 from penstock.flows.options.flags import parse_store_options, parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import config_history, open_store, read_existing_record

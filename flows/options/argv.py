@@ -118,6 +118,11 @@ def activate_command() -> str:
     return f"source {shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))}"
 
 
+def flag_of_field(field_name: str) -> str:
+    """Return the flag of a field: `rollout_batch_size` -> `--rollout-batch-size`."""
+    return "--" + field_name.replace("_", "-")
+
+
 def format_bytes(num_bytes: int) -> str:
     """Format a number of bytes with a decimal unit: `1.5 GB`."""
     amount, unit = float(num_bytes), "B"

@@ -20,13 +20,12 @@ from penstock.flows.config import (
     SWITCHES,
     PostTrainConfig,
     create_section,
-    flag_of_field,
     list_options,
     read_config_text,
     read_toml,
     validate_config,
 )
-from penstock.flows.options.argv import short_repr
+from penstock.flows.options.argv import flag_of_field, short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import (
     ACCEPTED,
@@ -114,7 +113,7 @@ def apply_custom_config(values: Values) -> None:
         return  # not given, or refused when the config is validated
     del debug["custom_config_path"]
     for key, value in _read_yaml(path).items():
-        flag = f"--{key.replace('_', '-')}"
+        flag = flag_of_field(key)
         section, name, nested = "rollout", "plugin_args", key
         words = [] if value is True or isinstance(value, dict | list) else [str(value)]  # no synonym takes a table
         negates = flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in penstock_flags()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
+from penstock.flows.config import SECTIONS, SWITCHES, list_options
+from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.refused import OTHER_NAMES
 from penstock.storage.config import field_meta
 

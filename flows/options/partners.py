@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field
+from penstock.flows.config import SECTIONS, PostTrainConfig
+from penstock.flows.options.argv import flag_of_field
 
 
 class Partner(NamedTuple):

@@ -135,9 +135,8 @@ class PrefectPage(Observer):
         context = contextvars.copy_context()  # contains the address of Prefect's API
         self._thread = threading.Thread(target=context.run, args=(self._rewrite,), name="prefect-page", daemon=True)
         self._id: UUID | None = None  # id of the artifact; None before it is created
-        self._retry = (
-            ""  # "retry 1 of 3, " if Prefect restarted this flow run after a crash (penstock deploy --retries)
-        )
+        # "retry 1 of 3, " if Prefect started this flow run after a crash (penstock deploy --retries)
+        self._retry = ""
 
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
         self._commits[key] = commit.model_copy(update={"state": {}})  # without the samples

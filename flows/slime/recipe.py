@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import (
-    SECTIONS,
-    SWITCHES,
-    PostTrainConfig,
-    flag_of_field,
-    option_value,
-    validate_config,
-)
-from penstock.flows.options.argv import short_repr, split_args
+from penstock.flows.config import SECTIONS, SWITCHES, PostTrainConfig, option_value, validate_config
+from penstock.flows.options.argv import flag_of_field, short_repr, split_args
 from penstock.flows.options.flags import (
     Values,
     apply_custom_config,
@@ -246,7 +239,7 @@ def adapt_run(recipe: Recipe) -> None:
     run = recipe.values["run"]
     if recipe.values["train"].get("loss_type") == "sft_loss":
         for name in {"debug_train_only", "async_buffer_size", "async_mode"} & run.keys():
-            recipe.dropped.append(f"--{name.replace('_', '-')} {run.pop(name)}: SFT has no engines")
+            recipe.dropped.append(f"{flag_of_field(name)} {run.pop(name)}: SFT has no engines")
     elif recipe.program == "train_async.py" and not {"async_buffer_size", "async_mode"} & run.keys():
         run["async_buffer_size"] = 1
         recipe.comments["run", "async_buffer_size"] = "train_async.py generates one rollout ahead"
