@@ -57,7 +57,7 @@ look
             or W&B again, from the store
 
 keep
-  export    write a checkpoint of a run for others:  penstock export RUN/20 --format hf|megatron --output DIR
+  export    write a checkpoint for other programs:  penstock export RUN/20 --format hf|megatron --output DIR
   promote   make a policy the champion of a model if it is better:  penstock promote RUN/20 --to MODEL --data-set NAME
   verify    check every hash, reference and sample of a run:  penstock verify RUN
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
@@ -78,8 +78,8 @@ set up
 `penstock train --help-all` lists all. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
 lines, and the traceback of an error."""
 
-_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # a missing one is a bug of Penstock
-# user errors, even without a file name
+_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # if one of these cannot be imported, Penstock has a bug
+# Errors of the operating system that are the user's to solve, even if they name no file.
 USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         stop_signals.install()
         stop_signals.start_watchdog()
-        if logging.lastResort is not None:  # prints log records as long as they have no other handler
+        if logging.lastResort is not None:  # the handler that prints warnings for which there is no other handler
             logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
                 return code
             except (KeyboardInterrupt, Preempted, Exception) as error:
-                # A library may have turned the exception of a signal handler into one of its own.
+                # After a signal any exception counts as its result: libraries replace the exception that the signal
+                # handler raised by their own.
                 if stop_signals.received or not isinstance(error, Exception):
                     return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
                 return _report_error(error, arguments)
@@ -132,11 +133,11 @@ def _flow_command(name: str) -> Command:
 
 
 def _module_command(name: str, prefix: str = "") -> Command:
-    """Return a command that runs `main` of `penstock.flows.<name>`, or `<prefix>_main` of a module with several
-    commands; the module is imported when the command is called.
+    """Return a command that imports the module `penstock.flows.<name>` and runs its function `main`, or `<prefix>_main`
+    if the module has several commands.
 
-    --help prints USAGE (`<PREFIX>_USAGE`) of the module; --help-all also the options of a run, if the command takes
-    them.
+    With --help the command prints the module's USAGE (or `<PREFIX>_USAGE`) instead. --help-all adds the options of a
+    run, if the command takes them.
     """
     main_name = f"{prefix}_main" if prefix else "main"
 
@@ -156,9 +157,9 @@ def _module_command(name: str, prefix: str = "") -> Command:
     return call
 
 
-def _or_with_flag(command: Command, other: Command, *flags: str) -> Command:
-    """Return a command that calls `other` if one of the flags is given."""
-    return lambda argv: (other if {*flags} & {word.partition("=")[0] for word in argv} else command)(argv)
+def _or_with_flag(command: Command, flag: str, other: Command) -> Command:
+    """Return a command that calls `other` if the flag is given, else `command`."""
+    return lambda argv: (other if any(word.partition("=")[0] == flag for word in argv) else command)(argv)
 
 
 COMMANDS: dict[str, Command] = {
@@ -168,7 +169,11 @@ COMMANDS: dict[str, Command] = {
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
-    "eval": _or_with_flag(_flow_command("eval"), _module_command("commands.stored_evals"), "--rescore", "--compare"),
+    "eval": _or_with_flag(
+        _or_with_flag(_flow_command("eval"), "--compare", _module_command("commands.stored_evals", "compare")),
+        "--rescore",
+        _module_command("commands.stored_evals", "rescore"),
+    ),
     "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
@@ -182,12 +187,12 @@ COMMANDS: dict[str, Command] = {
     "runs": _module_command("inspect.run_views", "runs"),
     "watch": _module_command("inspect.watch"),
     "show": _or_with_flag(
-        _module_command("inspect.run_views", "show"), _module_command("inspect.run_views", "cost"), "--cost"
+        _module_command("inspect.run_views", "show"), "--cost", _module_command("inspect.run_views", "cost")
     ),
     "lineage": _module_command("inspect.lineage_trees"),
     "samples": _module_command("inspect.read_samples"),
     "query": _module_command("inspect.sql_query"),
-    "report": _or_with_flag(_module_command("inspect.report"), _module_command("inspect.track"), "--to"),
+    "report": _or_with_flag(_module_command("inspect.report"), "--to", _module_command("inspect.track")),
     "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }
@@ -224,7 +229,9 @@ def _report_error(error: Exception, argv: list[str]) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether standard output is closed. If not, a BrokenPipeError comes from another pipe and is a bug."""
+    """Return whether standard output is closed. If it is open, a BrokenPipeError comes from another pipe and is a
+    bug."""
+
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
 from penstock.flows.debug_config import DebugConfig
-from penstock.flows.options.argv import short_repr
+from penstock.flows.options.argv import flag_of_field, short_repr
 from penstock.flows.options.refused import OTHER_NAMES, REFUSED
 from penstock.flows.options.values import check_value
 from penstock.flows.run_config import RunConfig
@@ -98,12 +98,13 @@ class PostTrainConfig(StageConfig):
 
     @property
     def start_weights(self) -> str:
-        """Return the path of the weights of policy version 0. In a plan, --load is a checkpoint or None."""
+        """Return the path of the weights of policy version 0. Call this on a `Plan`, in which --load is a checkpoint or
+        None: as it is given, it may name a run that has no checkpoint yet."""
         return self.convert.load or self.train.ref_load or self.convert.hf_checkpoint
 
     @property
     def engine_facts(self) -> EngineFacts:
-        """Return the properties of the engine that its own flags determine."""
+        """Return what the inference engine's own flags (such as --sglang-speculative-algorithm) say about it."""
         return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
 
     @property
@@ -130,7 +131,7 @@ class PostTrainConfig(StageConfig):
         yield from (*self._sharing_rules(), *self._async_rules(), *self._streaming_rules(), *self._teacher_rules())
 
     def _sharing_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about checkpoints that are kept, and about engines on the trainer's GPUs."""
+        """Yield those of `rules` about checkpoints that are kept, and about engines on the trainer's GPUs."""
         yield (
             self.run.keep_best is not None and self.run.keep_checkpoints is None,
             f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
@@ -149,7 +150,7 @@ class PostTrainConfig(StageConfig):
         )
 
     def _async_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about generation and evaluation during training."""
+        """Yield those of `rules` about generation and evaluation during training."""
         run = self.run
         mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
         yield (
@@ -179,15 +180,14 @@ class PostTrainConfig(StageConfig):
         )
 
     def _streaming_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about --async-mode streaming and its own options."""
+        """Yield those of `rules` about --async-mode streaming and the options that belong to it."""
         run, rollout = self.run, self.rollout
         if not run.streams:
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
                 yield (
                     getattr(run, name) != RunConfig.model_fields[name].default,
-                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add --async-mode "
-                    f"streaming, or "
-                    f"omit {flag_of_field(name)}",
+                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add --async-mode streaming, "
+                    f"or omit {flag_of_field(name)}",
                 )
             return
         unused: dict[str, Any] = {
@@ -214,7 +214,7 @@ class PostTrainConfig(StageConfig):
         )
 
     def _teacher_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about the teacher of --opd-type engine."""
+        """Yield those of `rules` about the teacher of --opd-type engine."""
         rollout, train = self.rollout, self.train
         yield (
             rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
@@ -234,22 +234,22 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_derived_options(self) -> PostTrainConfig:
-        """Check that the options that depend on others can be derived."""
+        """Check that the options that depend on others can be derived, for instance that the batch sizes agree."""
         derive(self)
         return self
 
 
 class Plan(PostTrainConfig):
-    """A config in which every option has its final value. The additional fields are not part of a dump."""
+    """A config in which every option has its final value. `model_dump` omits the fields that only a plan has."""
 
     flow: Flow = Field(exclude=True)
-    given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
-    parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
-    notes: tuple[str, ...] = Field(exclude=True)  # messages about unusual decisions, to be printed
+    given: RecordedConfig = Field(exclude=True)  # the options as the user gave them, but with absolute paths
+    parent: ParentRecord | None = Field(exclude=True)  # the run and round that this run was forked from, if it was
+    notes: tuple[str, ...] = Field(exclude=True)  # messages to print, about options that have an unexpected effect
 
 
 def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[StageConfig]]:
-    """Return the sections of a config, each before its subsections: dotted path -> config."""
+    """Return the sections of a config, each before its subsections: dotted path -> class of the section."""
     sections: dict[str, type[StageConfig]] = {}
     for name, field in model.model_fields.items():
         if inner := section_model(field):
@@ -259,7 +259,7 @@ def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[Stag
 
 SECTIONS = _sections(PostTrainConfig)
 SWITCHES = {  # optional section -> the flag that adds it: the first alias of its field, or its name
-    f"{section}.{name}": "--" + next(iter(field_meta(field).aliases), name).replace("_", "-")
+    f"{section}.{name}": flag_of_field(next(iter(field_meta(field).aliases), name))
     for section, model in SECTIONS.items()
     for name, field in model.model_fields.items()
     if section_model(field) and field.default is None
@@ -283,8 +283,8 @@ def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
 
 
 def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
-    """Return the config with `values` set in a section; unchanged if the section is absent. Options whose
-    value does not change are not added to `model_fields_set`."""
+    """Return the config with `values` set in a section; unchanged if the section is absent. `model_fields_set`, which
+    tells what the user gave, gets only options whose value changes."""
     if not section:
         return config.model_copy(update={name: new for name, new in values.items() if new != getattr(config, name)})
     first, _, rest = section.partition(".")
@@ -293,7 +293,8 @@ def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
 
 
 def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return the values of a config with another value of the option at a dotted path."""
+    """Return a copy of the nested values of a config (section -> option -> value) in which the option at the dotted
+    `path` has the given value."""
     first, _, rest = path.partition(".")
     if rest:
         value = with_entry(entries_of(values, first), rest, value)
@@ -301,8 +302,8 @@ def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the entries of a section in the values of a config, in which it is created if it is absent. Raises
-    OptionError if it has a value that is not a table."""
+    """Return the entries of a section in the nested values of a config. A section that is absent is added to `values`.
+    Raises OptionError if `values` has something other than a table at its place."""
     for part in section.split("."):
         if values.get(part) is None:
             values[part] = {}
@@ -313,10 +314,11 @@ def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def derive(config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with the options that depend on others, unless they are given.
+    """Return the config with values for those options that were not given and depend on others.
 
-    These are the size of a group, samples and steps of a round, --use-tis, --params-dtype, the learning-rate schedule
-    and --debug-train-only with --load-debug-rollout-data.
+    These are --n-samples-per-prompt, --global-batch-size, --num-steps-per-rollout, --use-tis, --params-dtype, the
+    learning-rate schedule, and --debug-train-only with --load-debug-rollout-data. Raises OptionError if the sizes
+    contradict each other.
     """
     run, rollout, train = config.run, config.rollout, config.train
     if config.debug.load_debug_rollout_data and not run.debug_rollout_only:  # needs no engines
@@ -343,7 +345,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         )
     train.check_batch(batch)
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
-    if run.num_rollout or not run.num_epoch:  # --num-epoch was not converted to a number of rounds yet
+    if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
         changes |= train.lr_schedule(run.num_rollout * steps)
     train = train.model_copy(update=changes)
     return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
@@ -352,7 +354,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
 def validate_config(values: dict[str, Any]) -> PostTrainConfig:
     """Validate `values` (section -> option -> value), and return them as a config.
 
-    Secrets given literally are replaced by references that only this process can resolve
+    A secret that is given as a literal value is replaced by a reference that only this process can resolve
     (storage/secret_references.py).
 
     Raises:
@@ -374,8 +376,8 @@ def validate_config(values: dict[str, Any]) -> PostTrainConfig:
 
 
 def with_sft_loss(values: Any) -> Any:
-    """Return the values of a config (section -> option -> value) with the loss of the flow `sft`, unless they have one.
-    A config that is already validated is returned unchanged."""
+    """Return the values of a config (section -> option -> value) with --loss-type sft_loss, unless they have a loss. A
+    config that is already validated is returned unchanged."""
     train = values.get("train", {}) if isinstance(values, dict) else None
     return values | {"train": {"loss_type": "sft_loss"} | train} if isinstance(train, dict) else values
 
@@ -385,7 +387,7 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
 
     Args:
         config: the config to check.
-        allow_literal: accept secrets given as literal values, which no other process can resolve.
+        allow_literal: whether secrets may be literal values. Another process could not resolve those.
     """
     for section, name in secret_fields():
         value = option_value(config, section, name)
@@ -403,7 +405,7 @@ def secret_fields() -> list[tuple[str, str]]:
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return section -> option -> value of a TOML file."""
+    """Return section -> option -> value of a TOML file. Raises OptionError if it is not a config file."""
     text = read_config_text(path)
     try:
         values = tomllib.loads(text)
@@ -451,11 +453,8 @@ _KNOWN = ", ".join(f"[{section}]" for section in PostTrainConfig.model_fields)
 
 
 def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
-    """Return the options of one mutability class: `section.name` -> JSON value.
-
-    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. The options of an
-    absent section are None.
-    """
+    """Return the options of one mutability class (see storage/config.py): `section.name` -> JSON value. The options of
+    an absent section are None."""
     dumped = config.model_dump(mode="json")
     options = {
         f"{section}.{name}": entries_of(dumped, section).get(name)
@@ -478,11 +477,6 @@ def training_options(config: PostTrainConfig) -> dict[str, Any]:
     identity = options_by_mutability(config, "identity")
     train = {name: value for name, value in identity.items() if name.startswith("train.")}
     return train | {"temperature": config.rollout.rollout_temperature}
-
-
-def flag_of_field(field_name: str) -> str:
-    """Return the flag of a field: `rollout_batch_size` -> `--rollout-batch-size`."""
-    return "--" + field_name.replace("_", "-")
 
 
 def describe_error(error: ValidationError) -> str:
@@ -511,7 +505,8 @@ def _not_a_table(section: str, value: Any) -> str:
 
 
 def describe_unknown_option(where: list[str]) -> str:
-    """Return `[train] learning_rate: no such option`, with the nearest known option."""
+    """Return the message about the unknown option at the path `where`, with the nearest known option."""
+
     section, name = ".".join(where[:-1]), where[-1]
     if not section:
         return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {_KNOWN}"

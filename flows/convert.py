@@ -38,8 +38,8 @@ penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype 
 penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] --megatron-names te
 
   Converts a Hugging Face checkpoint to torch_dist, which Megatron loads at any parallel sizes, or a torch_dist
-  checkpoint to a Hugging Face directory. The model's shape is read from config.json. A killed conversion resumes with
-  the files it has not finished; the result becomes visible when it is complete.
+  checkpoint to a Hugging Face directory. The model's shape is read from config.json. If a conversion is killed, the
+  same command resumes it with the files that are not finished. The result becomes visible when it is complete.
 
   --hf-checkpoint   Hugging Face directory; block-wise fp8 weights are converted to bf16
   --save            directory or URI for the result (in its subdirectory `release`); default: models/ in the store
@@ -71,7 +71,7 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command: a conversion as a flow, an export in this process. Return the exit code."""
+    """Run `penstock convert`: a conversion as a Prefect flow, an export without Prefect. Return the exit code."""
     config = plan_of("convert", with_hf_checkpoint(parse_config(translate_flags(argv))))
     preflight(config)
     options, store = config.convert, open_store(config.run, probe=False)
@@ -88,8 +88,8 @@ def main(argv: list[str]) -> int:
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
-    """Translate the arguments of `penstock convert` to config flags (SPELLINGS): for example, `--save` is the output
-    directory (--convert-save) here, but a flag of Megatron in other commands."""
+    """Replace flags of `penstock convert` that have another name in the config (SPELLINGS). For example, --save is the
+    output directory here (--convert-save), but STORE/RUN in `penstock train`."""
     arguments = [argument.partition("=") for argument in argv]
     exports = any(SPELLINGS.get(name, name) == "--convert-load" for name, _, _ in arguments)
     spellings = {**SPELLINGS, "--vocab-size": "--export-vocab-size"} if exports else SPELLINGS
@@ -97,8 +97,9 @@ def translate_flags(argv: Sequence[str]) -> list[str]:
 
 
 def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with `hf_checkpoint` set. For an export it is `origin_hf_dir`, else `hf_checkpoint`, else
-    the Hugging Face directory that the checkpoint `convert_load` has recorded."""
+    """Check the options of `penstock convert`, and return the config with `hf_checkpoint` set. For an export it is
+    `origin_hf_dir`, else `hf_checkpoint`, else the Hugging Face directory that the checkpoint `convert_load` has
+    recorded. Raises OptionError."""
     options = config.convert
     exports, names, vocab_size = options.convert_load is not None, options.megatron_names, options.export_vocab_size
     hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": vocab_size}
@@ -150,7 +151,7 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
 @flow(name="convert", validate_parameters=True)
 def convert(config: PostTrainConfig) -> State[None]:
     """Convert from or to Hugging Face files."""
-    if not isinstance(config, Plan):  # otherwise the command has checked it
+    if not isinstance(config, Plan):  # otherwise the command has made this plan and checked it
         config = plan_of("convert", with_hf_checkpoint(config))
         preflight(config)
     start = time.monotonic()
@@ -170,7 +171,8 @@ def convert(config: PostTrainConfig) -> State[None]:
 
 
 def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit, seconds: float) -> Iterator[str]:
-    """Yield the lines that report the result of a conversion that took `seconds`."""
+    """Yield the lines that report the result of a command that took `seconds`. A result that was committed before the
+    command began is reported as an earlier one."""
     num_bytes = int(commit.summary.get("convert/num_bytes", commit.summary.get("export/num_bytes", 0)))
     write_seconds = commit.seconds.get("write")
     is_new = commit.created_at > time.time() - seconds
@@ -204,7 +206,7 @@ _TASK: dict[str, Any] = {  # two retries, except after a ValueError
 
 @task(name="convert", **_TASK)
 def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
-    """Convert Hugging Face -> torch_dist, or return the result of an earlier conversion."""
+    """Convert Hugging Face files to torch_dist, or return the result of an earlier conversion."""
     with ray_cluster(config) as cluster:
         return run_conversion(
             cluster, open_store(config.run), config.convert, verify=config.convert.convert_verify, report=report
@@ -212,7 +214,7 @@ def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None)
 
 
 def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
-    """Convert torch_dist -> Hugging Face."""
+    """Convert torch_dist to Hugging Face files."""
     assert config.convert.convert_load is not None
     with ray_cluster(config) as cluster:
         return run_export(cluster, open_store(config.run), find_checkpoint(config), config.convert, report=report)
@@ -244,7 +246,8 @@ def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback | None]:
-    """Yield a callback (bytes done, total bytes) for a progress bar; None if the output is not a terminal."""
+    """Show a progress bar, and yield its callback (bytes done, total bytes); None if the output is not a terminal."""
+
     console = TerminalConsole(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         yield None
@@ -265,7 +268,8 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
 
 
 def find_checkpoint(config: PostTrainConfig) -> Commit | str:
-    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION."""
+    """Return the checkpoint that --convert-load names: the path of a directory, or the commit of RUN or RUN/VERSION.
+    Raises OptionError if there is no such checkpoint."""
     name = config.convert.convert_load or ""
     path = Path(name)
     if path.is_dir():
@@ -285,7 +289,8 @@ def find_checkpoint(config: PostTrainConfig) -> Commit | str:
 
 
 def read_recorded_origin(config: PostTrainConfig) -> tuple[str, str | None]:
-    """Return the Hugging Face directory and the --model-family-path recorded by the checkpoint `convert_load`."""
+    """Return the Hugging Face directory and the --model-family-path that the checkpoint of --convert-load has recorded.
+    Raises OptionError if it has recorded none."""
     checkpoint = find_checkpoint(config)
     if isinstance(checkpoint, Commit):
         _, recorded_config = read_flow_and_config(config.run, checkpoint.run or "")

@@ -1,5 +1,4 @@
-"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, and gates (conditions that fail a
-run) for tests."""
+"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, conditions that fail a run."""
 
 from __future__ import annotations
 
@@ -7,17 +6,19 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
+from penstock.flows.options.argv import flag_of_field
 from penstock.stages.torch_files import check_template
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.config import option
 
-GRAD_NORM_PLACEHOLDERS = ("role", "rollout_id", "step_id")
-# Switch -> options that have no effect without it.
-COMPANIONS = {
+GRAD_NORM_PLACEHOLDERS = ("role", "rollout_id", "step_id")  # in the paths of --ci-save- and --ci-load-grad-norm
+COMPANIONS = {  # option -> options that have no effect without it
     "use_pytorch_profiler": ("profile_target", "profile_step_start", "profile_step_end", "profile_dir"),
     "record_memory_history": (
-        *("memory_snapshot_dir", "memory_snapshot_path"),
-        *("memory_snapshot_num_steps", "memory_recorder"),
+        "memory_snapshot_dir",
+        "memory_snapshot_path",
+        "memory_snapshot_num_steps",
+        "memory_recorder",
     ),
     "ci_test": ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"),
     "load_debug_rollout_data": ("load_debug_rollout_data_subsample",),
@@ -25,7 +26,7 @@ COMPANIONS = {
 
 
 class DebugConfig(DiagnosticsConfig):
-    """All options for finding faults; those of the trainer are inherited from `DiagnosticsConfig`."""
+    """All options for finding faults. The options that the trainer reads are inherited from `DiagnosticsConfig`."""
 
     save_debug_rollout_data: str | None = option(None, mutability="placement", min_length=1)
     """Write the samples of each round, after its commit, to this path, which contains {rollout_id}. For evaluations,
@@ -67,14 +68,16 @@ class DebugConfig(DiagnosticsConfig):
 
     @property
     def rollout_dump(self) -> str | None:
-        """Return the path of the dumps of samples, with placeholders; None: samples are not dumped."""
+        """Return the path of --save-debug-rollout-data, or the path that --dump-details sets for it; None if samples
+        are not dumped."""
         return self.save_debug_rollout_data or (
             self.dump_details and f"{self.dump_details}/rollout_data/{{rollout_id}}.pt"
         )
 
     @property
     def diagnostics(self) -> DiagnosticsConfig:
-        """Return the options of the trainer's ranks, with the path of --dump-details."""
+        """Return the diagnostics options for the trainer's ranks. If only --dump-details is given, they contain the
+        path that it sets for --save-debug-train-data."""
         values = self.model_dump(include=set(DiagnosticsConfig.model_fields))
         if self.dump_details and not self.save_debug_train_data:
             values["save_debug_train_data"] = f"{self.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
@@ -83,27 +86,28 @@ class DebugConfig(DiagnosticsConfig):
     @model_validator(mode="after")
     def _check_paths(self) -> DebugConfig:
         """Check the placeholders of all paths."""
-        one, norm = ("rollout_id",), GRAD_NORM_PLACEHOLDERS
+        round_only, norm = ("rollout_id",), GRAD_NORM_PLACEHOLDERS
         for name, allowed, required in (
-            ("save_debug_rollout_data", one, one),
-            ("load_debug_rollout_data", one, ()),
-            ("save_debug_train_data", (*one, "rank"), one),
+            ("save_debug_rollout_data", round_only, round_only),
+            ("load_debug_rollout_data", round_only, ()),
+            ("save_debug_train_data", (*round_only, "rank"), round_only),
             ("ci_save_grad_norm", norm, norm[1:]),
             ("ci_load_grad_norm", norm, norm[1:]),
             ("dump_details", (), ()),
         ):
             if template := getattr(self, name):
-                check_template(_flag(name), template, allowed, required)
+                check_template(flag_of_field(name), template, allowed, required)
         return self
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
         for switch, names in COMPANIONS.items():
             for name in names:
+                flag, needed = flag_of_field(name), flag_of_field(switch)
                 is_given = getattr(self, name) != type(self).model_fields[name].default
                 yield (
                     is_given and not getattr(self, switch),
-                    f"{_flag(name)} has no effect without {_flag(switch)}: add {_flag(switch)}, or omit {_flag(name)}",
+                    f"{flag} has no effect without {needed}: add {needed}, or omit {flag}",
                 )
         targets = ", ".join(self.profile_target)
         yield (
@@ -130,7 +134,3 @@ class DebugConfig(DiagnosticsConfig):
             self.custom_config_path is not None,
             "--custom-config-path is read by the command line only: give the options of the file here",
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

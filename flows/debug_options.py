@@ -1,13 +1,14 @@
-"""Checks of the options for finding faults: engines or trainer alone, rollouts from files, profiler traces, memory
-snapshots, gates for tests."""
+"""Checks of the options for finding faults: runs without a trainer or without engines, rollouts from files, profiler
+traces, memory snapshots, and conditions that fail a run (`ci_...`)."""
 
 from __future__ import annotations
 
 import importlib.util
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.config import Flow, PostTrainConfig, flag_of_field
+from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
+from penstock.flows.options.argv import flag_of_field
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.deletion import is_removed
@@ -67,7 +68,8 @@ def check_loading_options(flow: Flow, config: PostTrainConfig) -> None:
 
 
 def check_diagnostics(flow: Flow, config: PostTrainConfig) -> None:
-    """Check that the diagnostics and gates that are given have a trainer, rounds and devices. Raises OptionError."""
+    """Check that the run has what the given diagnostics of the trainer and the `ci_...` options need: a trainer, rounds
+    and devices. Raises OptionError."""
     run, debug, plain = config.run, config.debug, DebugConfig()
     of_trainer = ("use_pytorch_profiler", "record_memory_history", "save_debug_train_data", "ci_save_grad_norm")
     given = [
@@ -105,9 +107,9 @@ def check_diagnostics(flow: Flow, config: PostTrainConfig) -> None:
 
 
 def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
-    """Check the run's commits: --debug-train-only needs rollouts, --debug-rollout-only needs a run without trained
-    rounds, and a run with neither option must not contain untrained rollouts of --debug-rollout-only. Raises
-    RunError."""
+    """Check that what the run has committed fits its debug options. --debug-train-only needs committed rollouts.
+    --debug-rollout-only needs a run without trained rounds. With neither option, a run must not contain untrained
+    rollouts of --debug-rollout-only or --load-debug-rollout-data. Raises RunError."""
     run, keys = config.run, RunKeys(config.run.run)
     removed = is_removed(store, keys)
     rollouts = [] if removed else store.committed_indices(f"{keys.prefix}/rollouts")
@@ -134,6 +136,7 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
 
 
 def gpu_flow(flow: Flow, config: PostTrainConfig) -> Flow:
-    """Return the flow that needs the same GPUs as this run: SFT (only a trainer) with --debug-train-only,
-    EVALUATE (only engines) with --debug-rollout-only, else `flow`."""
+    """Return the flow that uses GPUs in the same way as this run: SFT, which has only a trainer, with
+    --debug-train-only; EVALUATE, which has only engines, with --debug-rollout-only; else `flow`."""
+
     return Flow.SFT if config.run.debug_train_only else Flow.EVALUATE if config.run.debug_rollout_only else flow

@@ -1,7 +1,7 @@
 """The GPU plan of a run: which GPUs trainer and engines use, and an estimate of the memory per GPU.
 
-`preflight` checks the plan before a run starts, and `penstock doctor --plan` prints it. Both also warn of engines that
-would generate slowly on these GPUs (`speed_warnings`).
+The plan is checked before a run starts (`preflight`), and `penstock doctor --plan` prints it. Both also warn of engines
+that would generate slowly on these GPUs (`speed_warnings`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from penstock.engines.parallel_layout import (
     check_pipeline,
     has_grouped_experts,
 )
+from penstock.engines.training import GIB
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Estimated memory use of trainer and engine on the GPU that needs the most memory."""
+    """Estimated memory use of trainer and engine, in bytes, on the GPU that needs the most memory."""
 
     gpu_bytes: int
     trainer: TrainerMemory | None  # None: the flow does not train
@@ -37,7 +36,7 @@ class GpuPlan:
     colocated: bool  # whether trainer and engines share GPUs
     offload_train: bool = False
     offload_rollout: bool = False
-    teacher: EngineMemory | None = None  # of the engine of --opd-teacher-load, on GPUs of its own
+    teacher: EngineMemory | None = None  # the engine of --opd-teacher-load, which has its own GPUs; None: no teacher
 
     @property
     def peak_bytes(self) -> int:
@@ -45,7 +44,7 @@ class GpuPlan:
         if self.trainer and self.engine and self.colocated:
             return self.colocated_peak_bytes(self.offload_train, self.offload_rollout)
         sizes = [self.trainer.peak_bytes if self.trainer else 0, self.engine.static_bytes if self.engine else 0]
-        return max(sizes)  # the teacher's engine is never larger than its share of the GPU
+        return max(sizes)  # the engine of the teacher is not counted: it never uses more than its share of its GPUs
 
     def colocated_peak_bytes(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
         """Return the peak memory use, in bytes, of a GPU that trainer and engine share.
@@ -97,8 +96,8 @@ def microbatch_tokens(config: PostTrainConfig) -> int:
 
 
 def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that the engines' GPUs can be divided among the engines, and the model among an engine's GPUs. Raises
-    LayoutError."""
+    """Check that --rollout-num-gpus-per-engine divides the GPUs of the engines, the GPUs of a node and the attention
+    heads of the model. Raises LayoutError."""
     size, ranks, heads = config.rollout.rollout_num_gpus_per_engine, config.train.num_ranks, shape.num_attention_heads
     if config.rollout.rollout_external_engine_addrs:
         return
@@ -130,8 +129,8 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
 
 
 def check_nodes(config: PostTrainConfig) -> None:
-    """Check that --network-interface has a cluster, that the trainer's ranks fit the GPUs of a node, and that a
-    tensor-parallel group does not span nodes although it fits one. Raises InputError."""
+    """Check that --network-interface is used with a Ray cluster, that the trainer's ranks of a node fit its GPUs, and
+    that no tensor-parallel group spans two nodes although one node would be enough. Raises InputError."""
     run, train = config.run, config.train
     if run.network_interface is not None and run.ray_address is None:
         raise OptionError(
@@ -175,8 +174,8 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
 
 
 def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
-    """Check that the `num_gpus` GPUs of this machine are enough for trainer and engines of a run that starts its own
-    Ray here. Raises LayoutError."""
+    """Check that the `num_gpus` GPUs of this machine are enough for the trainer and the engines of a run without
+    --ray-address. Raises LayoutError."""
     options = engine_options(config)
     trainer = config.train.num_ranks if flow.trains else 0
     starts_engines = flow.generates and not options.external
@@ -194,8 +193,9 @@ def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
 
 
 def check_memory(plan: GpuPlan) -> None:
-    """Check that weights, gradients and optimizer of the trainer fit a GPU, and that the engine's weights fit its share
-    of the GPU. Activations are not checked, because their estimate is less exact (`memory_warnings`)."""
+    """Check that weights, gradients and optimizer of the trainer fit a GPU, and that the weights of each engine fit its
+    share of the GPU. Activations are not checked here: their estimate is less exact, so they lead to a warning only
+    (`memory_warnings`)."""
     trainer, engine = plan.trainer, plan.engine
     if trainer and trainer.resident_bytes > plan.gpu_bytes:
         raise LayoutError(
@@ -219,7 +219,7 @@ def check_memory(plan: GpuPlan) -> None:
 
 
 def memory_warnings(plan: GpuPlan) -> list[str]:
-    """Return a list with one warning if a run may exceed the GPU's memory, else an empty list."""
+    """Return a list with one warning if a training step may exceed the GPU's memory, else an empty list."""
     if plan.peak_bytes <= plan.gpu_bytes:
         return []
     parts = []
@@ -242,9 +242,9 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
 
 
 def speed_warnings(flow: Flow, config: PostTrainConfig, gpu_bytes: int) -> list[str]:
-    """Return a list with one warning if the engines of a run would generate slowly, because they may decode larger
-    batches than they capture CUDA graphs for by default on GPUs with `gpu_bytes` of memory each, else an empty list.
-    Evaluations are not considered."""
+    """Return a list with one warning if the engines of a run would generate slowly, else an empty list. They do so when
+    they decode larger batches than they capture CUDA graphs for, which by default depends on the memory of a GPU
+    (`gpu_bytes`). Evaluations are not considered."""
     options = engine_options(config)
     if not flow.has_rollouts or config.run.debug_train_only or options.external:
         return []
@@ -253,12 +253,13 @@ def speed_warnings(flow: Flow, config: PostTrainConfig, gpu_bytes: int) -> list[
 
 
 def samples_per_engine(config: PostTrainConfig) -> int:
-    """Return the maximum number of samples in flight on one engine during a rollout, on a machine with GPUs."""
+    """Return the maximum number of samples that one engine generates at the same time during a rollout with GPUs."""
     rollout, run = config.rollout, config.run
     num_engines, num_samples = engine_options(config).num_engines_to_start(True), rollout.n_samples_per_prompt
     if config.eval.eval_mode == "apart":
         num_engines -= config.eval.eval_num_engines
-    num_engines = max(1, num_engines)  # too few GPUs or engines are refused elsewhere
+    num_engines = max(1, num_engines)  # `preflight` refuses a run that leaves no engine for rollouts
+
     if run.streams:
         num_groups = rollout.rollout_batch_size * (run.max_staleness + 1)
     else:

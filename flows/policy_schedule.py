@@ -27,39 +27,39 @@ from penstock.storage.preemption import Preempted
 
 @dataclass(eq=False)  # pools are compared by identity, not by state
 class EngineUse:
-    """The use of a pool of engines. The first user opens the pool at a policy version; others with the same version
-    join. All leave before another version is opened."""
+    """The use of a pool of engines by rollouts or evaluations. The first user opens the pool at a policy version, and
+    others that need the same version join. All of them leave before the pool is opened at another version."""
 
-    version: int | None = None  # at which the pool is open
-    serves: bool = False  # whether the engines have this version
-    streams: bool = False  # whether the version may change while the pool is used
+    version: int | None = None  # policy version at which the pool was opened, or which a stream has loaded since
+    serves: bool = False  # whether the engines have loaded `version`, so that others may join
+    streams: bool = False  # whether a stream uses the pool: it loads newer versions while it generates
     num_users: int = 0
 
 
 @dataclass(frozen=True)
 class PolicyLimits:
-    """The limits of the rules, from the options of a run; the module's docstring defines `lead` and `bound`, in
-    rounds."""
+    """What the options of a run say about the use of the policy."""
 
-    lead: int = 0
-    bound: int = 0
-    interval: int = 1  # rounds between weight updates: one is due at each multiple, and sends the newest version
-    streams: bool = False
+    lead: int = 0  # rounds by which a rollout may start ahead of the trainer
+    bound: int = 0  # versions by which a token may be older than the policy that is trained on it
+    interval: int = 1  # number of rounds after which newer weights are due in the engines
+    streams: bool = False  # --async-mode streaming
     evaluates_apart: bool = False  # evaluations have their own engines
 
 
 @dataclass
 class PolicySchedule:
-    """The state of one start of a run, and the rules. The trainer has only the newest version (`trained`)."""
+    """Which policy versions the trainer and the engines have and what they do, and the rules for what may happen next.
+    The trainer has only the newest version (`trained`)."""
 
     limits: PolicyLimits = PolicyLimits()
-    trained: int = 0  # rounds; also the trainer's policy version
+    trained: int = 0  # number of trained rounds, which is also the trainer's policy version
     in_engines: int | None = None  # policy version of the engines that generate; None: unknown, or not sent yet
     is_training: bool = False
-    num_sending: int = 0
+    num_sending: int = 0  # threads that send the trainer's weights to engines
     is_reserved: bool = False  # the current weights are about to be sent; training, which would replace them, waits
-    next_rollout: int | None = None  # round that the generating thread will generate next, set before it waits
-    requested: int | None = None  # version that the generating thread evaluates before its next rollout
+    next_rollout: int | None = None  # round that the thread of rollouts will generate next, set before it waits
+    requested: int | None = None  # version that the thread of rollouts must evaluate before its next rollout
     evaluated: int | None = None  # version that is being evaluated while training continues
     rollouts: EngineUse = field(default_factory=EngineUse)
     evaluations: EngineUse = field(default_factory=EngineUse)  # with `evaluates_apart`
@@ -68,8 +68,8 @@ class PolicySchedule:
 
     def may_train(self) -> bool:
         """Return whether the next round may be trained: no weights are being sent, and no rollout or evaluation waits
-        for the current weights, which training would replace. A stream does not wait, because the trainer's thread
-        sends its weights."""
+        for the current weights, which training would replace. A stream never waits for weights, because the trainer's
+        thread sends them between two rounds."""
         next_needs_weights = self.version_for(self.next_rollout) not in (None, self.in_engines)
         waits = self.is_reserved or self.requested is not None or (next_needs_weights and not self.limits.streams)
         return not (self.is_training or self.num_sending or waits)
@@ -80,7 +80,7 @@ class PolicySchedule:
 
     def version_for(self, rollout_id: int | None) -> int | None:
         """Return the version with which a rollout may start now; None if it must wait. If newer weights are due but
-        cannot be sent yet, the rollout uses the version in the engines as long as the bound permits, and waits
+        cannot be sent during training, the rollout uses the version in the engines if `bound` permits that, and waits
         otherwise."""
         newest, sent = self.trained, self.in_engines
         if rollout_id is None or rollout_id - newest > self.limits.lead:
@@ -92,9 +92,10 @@ class PolicySchedule:
         return sent if sent is not None and rollout_id - sent <= self.limits.bound else None
 
     def may_update_in_flight(self, *, may_skip: bool = True) -> Literal["send", "skip", "wait"]:
-        """Return what to do about new weights for engines that generate. They get the newest weights, unless an
-        evaluation needs their current version: then the update waits, or is skipped if the bound holds until the next
-        update."""
+        """Return what to do about new weights for engines that generate a stream. The newest weights are sent, unless
+        an evaluation on the same engines needs their current version. Then the update waits, or with `may_skip` it is
+        skipped if tokens stay within `bound` until the next update."""
+
         if self.evaluated is not None and not self.limits.evaluates_apart:
             sent = self.in_engines
             is_early = sent is not None and self.trained + self.limits.interval - sent <= self.limits.bound
@@ -102,9 +103,16 @@ class PolicySchedule:
         return "send" if self.rollouts.serves and self.in_engines != self.trained else "skip"
 
     def may_use(self, pool: EngineUse, version: int | None) -> Literal["open", "join", "wait", "never"]:
-        """Return how a user may use a pool at a version. All users of a pool share its version. Only in a stream
-        (`version` None) do the engines get newer versions while it uses the pool; a stream opens the pool between two
-        rounds, lasts until the last rollout, and never returns to an older version ("never")."""
+        """Return how a user may use a pool at a version; None: as a stream, which loads newer versions while it
+        generates.
+
+        Returns:
+            "open": the pool is unused, so the caller loads the version into it. A stream opens the pool only between
+                two rounds of training.
+            "join": the engines have the version.
+            "wait": they do not have it yet, or the pool is used at another version.
+            "never": a stream uses the pool at another version, to which it will not return.
+        """
         if pool.num_users == 0:
             return "wait" if version is None and self.is_training else "open"
         if version is None or not (pool.serves or pool.streams):
@@ -116,22 +124,22 @@ class PolicySchedule:
     # ---- changes of state --------------------------------------------------------------------------------------------
 
     def begin_rollout(self, rollout_id: int) -> int:
-        """Return the version that generates a rollout. If the engines do not have it yet, no round begins before they
-        do."""
+        """Return the version that generates a rollout. If the engines do not have this version, keep training from
+        replacing it until it is sent."""
         version = self.version_for(rollout_id)
         assert version is not None, "the rollout must wait"
         self.next_rollout, self.is_reserved = None, version != self.in_engines
         return version
 
     def take_request(self) -> int | None:
-        """Return the version whose evaluation is requested, if any, and clear the request. No round begins before the
-        engines have this version."""
+        """Return the version whose evaluation is requested, if any, and clear the request. Keep training from replacing
+        this version until it is sent to the engines."""
         version, self.requested = self.requested, None
         self.is_reserved = version is not None
         return version
 
     def open_pool(self, pool: EngineUse, version: int | None) -> int:
-        """Record that a pool is being opened at a version, and return the version. None means a stream, which opens the
+        """Record that a pool is being opened at a version, and return the version. A stream (`version` None) opens the
         pool at the newest version."""
         pool.streams = version is None
         if version is None:
@@ -140,7 +148,7 @@ class PolicySchedule:
         return version
 
     def weights_sent(self, pool: EngineUse, version: int) -> None:
-        """Record that all engines of a pool have a version."""
+        """Record that all engines of a pool have loaded a version."""
         if pool is self.rollouts:
             self.in_engines, self.is_reserved = version, False
         if pool.num_users:
@@ -148,12 +156,12 @@ class PolicySchedule:
 
 
 class PolicyTurns:
-    """Lets threads wait until the rules of a `PolicySchedule` allow their actions. All methods are thread-safe. With a
-    single thread, no call waits."""
+    """Makes threads wait until the rules of a `PolicySchedule` allow their actions. All methods are thread-safe. In a
+    run with a single thread, no call waits."""
 
     def __init__(self, schedule: PolicySchedule) -> None:
         self.schedule = schedule
-        self.closed = False  # after `close`: the trainer's methods return at once, those of the engines raise Preempted
+        self.closed = False  # after `close`: `training` and `sending` do not wait, `rollout` and `wait_for_turn` raise
         self._changed = threading.Condition(threading.RLock())
 
     @contextmanager
@@ -164,7 +172,8 @@ class PolicyTurns:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the waiting of `training`, `sending`, `wait_for_turn` and `rollout`."""
+        """Wake the threads that wait in `training` and `sending`, which then do not wait any longer, and in
+        `wait_for_turn` and `rollout`, which then raise Preempted."""
         with self.change():
             self.closed = True
 
@@ -175,7 +184,7 @@ class PolicyTurns:
 
     @contextmanager
     def training(self, rollout_id: int) -> Iterator[None]:
-        """Train a round in the block."""
+        """Wait until the next round may be trained; the block trains it."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self.schedule.may_train())
             self.schedule.is_training = True
@@ -189,7 +198,7 @@ class PolicyTurns:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Send weights in the block."""
+        """Wait until weights may be sent; the block sends them."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self.schedule.may_send())
             self.schedule.num_sending += 1
@@ -200,8 +209,17 @@ class PolicyTurns:
                 schedule.num_sending -= 1
 
     def wait_for_turn(self, rollout_id: int | None) -> int | None:
-        """Wait until a rollout may start, and return None, or until an evaluation is requested, and return its version.
-        Raises Preempted after `close`."""
+        """Wait until a rollout may start, or until an evaluation is requested before that.
+
+        Args:
+            rollout_id: number of the rollout; None after the last rollout: wait for requests only, until `close`.
+
+        Returns:
+            the policy version to evaluate, or None if the rollout may start.
+
+        Raises:
+            Preempted: `close` was called.
+        """
         with self._changed:
             schedule = self.schedule
             self._wait(lambda: schedule.requested is not None or schedule.version_for(rollout_id) is not None)
@@ -209,8 +227,8 @@ class PolicyTurns:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[int]:
-        """Wait until a rollout may start. It is generated in the block, with the yielded version. Raises Preempted
-        after `close`."""
+        """Wait until a rollout may start, and yield the policy version with which the block must generate it. Raises
+        Preempted after `close`."""
         with self._changed:
             self._wait(lambda: self.schedule.version_for(rollout_id) is not None)
             version = self.schedule.begin_rollout(rollout_id)
@@ -218,17 +236,26 @@ class PolicyTurns:
         try:
             yield version
         except BaseException:
-            self.schedule.in_engines = None  # the trainer may have a newer version by now
+            # A retry must use the newest version: the trainer may have replaced the older one by now, so restarted
+            # engines could not get it.
+            self.schedule.in_engines = None
             raise
+
         finally:
             with self.change() as schedule:
                 schedule.is_reserved = False
 
     @contextmanager
     def using(self, pool: EngineUse, version: int | None) -> Iterator[int | None]:
-        """Use a pool of engines at a version in the block; None: as a stream. Yields the version if the caller opens
-        the pool, and None if it joins another user. Raises RuntimeError if a stream uses the pool at another
-        version."""
+        """Wait until a pool of engines may be used at a version (None: as a stream); the block uses it.
+
+        Yields:
+            the version if the caller opens the pool and must load it into the engines; None if they have it.
+
+        Raises:
+            RuntimeError: a stream uses the pool at another version, to which it will not return.
+        """
+
         with self._changed:
             self._changed.wait_for(lambda: self.schedule.may_use(pool, version) != "wait")
             may = self.schedule.may_use(pool, version)

@@ -1,5 +1,5 @@
-"""`penstock promote`: make an evaluated policy the champion of a named model, if it is better than the current one; and
-start runs from the champion."""
+"""`penstock promote`: make an evaluated policy the champion of a named model, if it is better than the current
+champion."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OWN = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the promotion was refused."""
+    """Run `penstock promote`. Return 0, or 1 if the promotion was refused."""
     positional, own, rest = split_args(argv, _OWN)
     if len(positional) > 1 or "--to" not in own or (positional and "--rollback" in own):
         found = short_repr(" ".join(argv))
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     store = open_store(parse_store_options(rest, "promote"), probe=False)
     model = own["--to"]
     if not positional and "--rollback" not in own:
-        return print_decisions(store, model)
+        print_decisions(store, model)
+        return 0
     if "--rollback" in own:
         decision = roll_back(store, model)
     else:
@@ -78,8 +79,8 @@ def parse_gate(own: dict[str, str]) -> Gate:
     return Gate(own["--data-set"], parse_number("--margin", own.get("--margin", "0")), guards, least)
 
 
-def print_decisions(store: Store, model: str) -> int:
-    """Print all decisions about a model. Return 0."""
+def print_decisions(store: Store, model: str) -> None:
+    """Print all decisions about a model."""
     rows = [
         (
             time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at)),
@@ -94,14 +95,14 @@ def print_decisions(store: Store, model: str) -> int:
         print_table(("at", "decision", "candidate", "champion", "conditions"), rows)
     else:
         print(f"no decisions about model {model} in {store.uri}")
-    return 0
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
 
 def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, force: bool = False) -> Decision:
-    """Decide whether the policy `RUN/VERSION` becomes the champion of `model`, and record the decision.
+    """Decide whether the policy `reference`, RUN/VERSION, becomes the champion of `model`, and record the decision.
+    With `force` it becomes the champion even if a condition of the gate does not hold.
 
     Promoting the champion again changes nothing and returns the decision that promoted it.
     """
@@ -126,9 +127,10 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
 
 
 def roll_back(store: Store, model: str) -> Decision:
-    """Make the policy champion again that was champion before the current one, and record the decision."""
+    """Make the previous champion of `model` its champion again, and record the decision. Raises RunError if there is no
+    previous champion."""
     decisions = read_decisions(store, model)
-    stack: list[Policy] = []  # champions; a rollback removes the last one
+    stack: list[Policy] = []  # the champions one after the other; a rollback removes the last
     for decision in decisions:
         if decision.action == "promoted" and decision.champion:
             stack.append(decision.champion)
@@ -142,7 +144,8 @@ def roll_back(store: Store, model: str) -> Decision:
 
 
 def find_policy(store: Store, reference: str) -> Policy:
-    """Return the policy `RUN/VERSION`, which must have a checkpoint."""
+    """Return the policy RUN/VERSION. Raises RunError if it has no checkpoint."""
+
     run, _, version = reference.rpartition("/")
     keys, number = RunKeys(run), int(version)
     if number == 0 or store.committed(keys.checkpoint_prefix(number)) is None:

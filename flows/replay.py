@@ -22,15 +22,9 @@ from prefect.states import Completed
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.families.shape import ModelShape
-from penstock.flows.config import (
-    PostTrainConfig,
-    flag_of_field,
-    options_by_mutability,
-    training_options,
-    validate_config,
-)
+from penstock.flows.config import PostTrainConfig, options_by_mutability, training_options, validate_config
 from penstock.flows.gpu_plan import check_layout
-from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
+from penstock.flows.options.argv import flag_of_field, parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import merge_values, parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
@@ -57,7 +51,7 @@ with the placement and the hardware of the run. Exit code 1 if any round differs
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
+    """Run `penstock replay`. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = given.train.model_dump(mode="json", exclude_unset=True)
@@ -143,8 +137,8 @@ def parse_own_flags(own: dict[str, str]) -> dict[str, Any]:
 def check_replay(
     run: str, where: RunConfig, placement: dict[str, Any], first: int = 0, last: int | None = None
 ) -> tuple[PostTrainConfig, int, int]:
-    """Check that a run can be replayed from policy version `first` to `last`, before any process starts. Return the
-    config of the replay, the checkpoint to start at, and the last version."""
+    """Check that a run can be replayed from policy version `first` to `last` (None: the last trained version). Return
+    the config of the replay, the version of the checkpoint to start at, and the last version."""
     config = _replay_config(run, where, placement)
     config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)
@@ -157,7 +151,8 @@ def check_replay(
             f"--from and --to with 0 <= from < to <= {trained}"
         )
     check_same_options(store, keys, config, begin, last)
-    check_layout(_read_model_shape(store, keys), config.train)
+    _, shape = _read_initial_weights(store, keys)
+    check_layout(shape, config.train)
     return config, begin, last
 
 
@@ -179,8 +174,8 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
 
 
 def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, begin: int, last: int) -> None:
-    """Check that the run's own options, not those of a run it was forked from, trained the rounds between policy
-    versions `begin` and `last`."""
+    """Check that the training options of `config` trained the rounds between policy versions `begin` and `last`. In a
+    fork, earlier rounds were trained by the parent, perhaps with other options. Raises RunError."""
     record = read_run_record(store, keys)
     end, entry = last, record.parent if record else None
     while entry is not None:
@@ -198,11 +193,13 @@ def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, beg
 def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -> Iterator[PolicyRestorer]:
     """Start a trainer, and yield a PolicyRestorer that loads and replays policy versions with it.
 
-    The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
+    The trainer has its own Ray namespace, so it does not disturb the run's trainer if that works on the same cluster.
     """
+
+    base, shape = _read_initial_weights(store, keys)
     spec = TrainerSpec(
         run=keys.run,
-        shape=_read_model_shape(store, keys),
+        shape=shape,
         config=config.train,
         temperature=config.rollout.rollout_temperature,
         store=store.uri,
@@ -213,16 +210,15 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}", options=placement)
     group = TrainerGroup(cluster, spec)
     try:
-        base = store.read_record(CheckpointRef, keys.origin_key("base"))
-        assert base is not None, "`_read_model_shape` has read it"
         yield PolicyRestorer(store, keys, group, base)
     finally:
         group.kill()
         cluster.stop()
 
 
-def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
-    """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
+def _read_initial_weights(store: Store, keys: RunKeys) -> tuple[CheckpointRef, ModelShape]:
+    """Return the reference to a run's initial weights, and the shape of the model. Raises RunError if the weights are
+    not in the store."""
     base = store.read_record(CheckpointRef, keys.origin_key("base"))
     if base is None:
         raise RunError(
@@ -233,4 +229,4 @@ def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
         raise RunError(
             f"the initial weights of run {keys.run!r} ({base.key}) are not in the store: convert the model again"
         )
-    return ModelShape.model_validate(model.state["shape"])
+    return base, ModelShape.model_validate(model.state["shape"])

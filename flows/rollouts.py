@@ -25,9 +25,9 @@ END_TIMEOUT = 60.0  # seconds for the thread to end after a failure; a rollout i
 @contextmanager
 def rollouts(session: Session) -> Iterator[Callable[[int], RolloutRef]]:
     """Yield a function: number of a round -> its committed rollout, to be called in the order of the rounds. With
-    --async-buffer-size or --async-mode streaming, a thread generates rollouts ahead of these calls. The end of the
-    block ends the thread; if the block raised an exception, a rollout that is being generated is cancelled, and its
-    finished groups are in the journal."""
+    --async-buffer-size or --async-mode streaming, a thread generates rollouts ahead of these calls. The thread is ended
+    after the block. If the block raised an exception, a rollout that is being generated is cancelled; the journal keeps
+    its finished groups for the next start."""
     run, turns = session.config.run, session.engines.turns
     turns.schedule.trained = session.run.num_trained_rounds()
     if run.debug_train_only or not run.generates_ahead:
@@ -52,8 +52,8 @@ def rollouts(session: Session) -> Iterator[Callable[[int], RolloutRef]]:
 
 
 class RolloutsAhead:
-    """Generates the remaining rollouts and evaluates policies; `PolicySchedule` decides when. `run` is the thread that
-    does it, `get` hands its rollouts to the trainer's thread."""
+    """Generates the remaining rollouts, and evaluates policies in between, when `PolicySchedule` allows it. A thread of
+    its own executes `run`; the trainer's thread takes the rollouts with `get`."""
 
     def __init__(self, session: Session, source: RoundSource) -> None:
         self.session = session
@@ -61,7 +61,7 @@ class RolloutsAhead:
         self.turns = session.engines.turns
         self.failure: BaseException | None = None  # exception that ended the thread
         self._finished: dict[int, RolloutRef] = {}  # number of a round -> its rollout
-        self._engine_idle: dict[int, dict[str, float]] = {}  # number of a round -> metrics of the wait before it
+        self._engine_idle: dict[int, dict[str, float]] = {}  # number of a round -> metric of the engines' idle time
         self._last_get = time.perf_counter()
         self._changed = threading.Condition()
 
@@ -83,7 +83,7 @@ class RolloutsAhead:
         return rollout
 
     def run(self) -> None:
-        """Generate all rollouts."""
+        """Generate all rollouts. An exception ends the thread and is raised by `get`."""
         try:
             with closing(self.source):
                 self._generate()
@@ -107,7 +107,9 @@ class RolloutsAhead:
                 self._engine_idle[r] = {"perf/engine_idle_ratio": max(0.0, idle)}
             if r + 1 == end:
                 self.source.close()  # first, because the engines must be free for the evaluation
-            with self.turns.change() as schedule:  # before the trainer has the rollout, so that its turn comes first
+            # Set before `get` returns this rollout: if the next rollout needs the current weights, the trainer must not
+            # replace them first.
+            with self.turns.change() as schedule:
                 schedule.next_rollout = r + 1 if r + 1 < end else None
             with self._changed:
                 self._finished[r] = rollout
@@ -115,8 +117,8 @@ class RolloutsAhead:
         self._evaluate_until_turn(None)
 
     def _evaluate_until_turn(self, rollout_id: int | None) -> float:
-        """Wait until rollout `rollout_id` may start, and before that run the evaluations that are requested. Return the
-        seconds that the evaluations took."""
+        """Wait until rollout `rollout_id` may start (None: until `close`), and run the evaluations that are requested
+        until then. Return the seconds that the evaluations took."""
         seconds = 0.0
         while (version := self.turns.wait_for_turn(rollout_id)) is not None:
             start = time.perf_counter()
@@ -152,18 +154,17 @@ class RoundSource:
             )
 
     def close(self) -> None:
-        """End the generation of further rounds."""
+        """Do nothing, because nothing is generated between two rounds."""
 
 
 class StreamSource(RoundSource):
-    """Takes rounds from a stream of groups that are generated without a pause. The first round starts the stream. The
-    next round starts a new stream after a failure, or after another driver of the run has committed a round (an older
-    driver that was presumed dead, or a newer one)."""
+    """Takes rounds from a stream of groups that are generated without a pause. The first round starts the stream. After
+    a failure, and after another driver of the run has committed a round, the next round starts a new stream."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._stream: RolloutStream | None = None
-        self._report: ProgressCallback = lambda done, total: None  # callback of the round in progress
+        self._report: ProgressCallback = lambda done, total: None  # shows the progress of the current round
 
     def generate(self, rollout_id: int) -> Commit:
         """Commit the next groups of the stream as round `rollout_id`, and return the commit."""
@@ -188,7 +189,8 @@ class StreamSource(RoundSource):
                 raise
 
     def close(self) -> None:
-        """Cancel the groups in flight. The next round starts them again."""
+        """Cancel the groups in flight. If there is a next round, it generates them again."""
+
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()

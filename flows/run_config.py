@@ -59,8 +59,8 @@ class RunOptions(StageConfig):
     """Also keep the checkpoint with the best value of this evaluation metric (e.g. eval/gsm8k; higher is better)."""
 
     grace_period: float = option(30.0, mutability="placement", ge=0)
-    """Seconds from SIGTERM to the end of the process, at least 10. The last 10 seconds are reserved for cleanup: a
-    stage that is still running then is cancelled, and reruns on resume."""
+    """Seconds from SIGTERM to the end of the process; less than 10 counts as 10. The last 10 seconds are reserved for
+    cleanup: a stage that is still running then is cancelled, and reruns on resume."""
 
     ray_address: str | None = option(None, mutability="placement")
     """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""
@@ -70,11 +70,11 @@ class RunOptions(StageConfig):
     all GPUs of a node."""
 
     network_interface: str | None = option(None, mutability="placement")
-    """Network interface (such as eth0) over which the nodes of --ray-address communicate; default: that of Ray's node
-    address."""
+    """Network interface (such as eth0) over which the nodes of --ray-address communicate; default: the interface that
+    has the address of Ray's node."""
 
     node_timeout: float = option(600.0, mutability="placement", ge=0)
-    """Seconds to wait for the return of a Ray node that died during the run; then the stage fails."""
+    """Seconds to wait for the return of a Ray node that died during the run; if it does not return, the stage fails."""
 
     price_per_device_hour: float | None = option(None, mutability="placement", ge=0)
     """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows the cost of the
@@ -203,13 +203,13 @@ class RunOptions(StageConfig):
 
     @property
     def staleness_limit(self) -> int:
-        """Return by how many policy versions the tokens of a rollout may be older than the policy that is trained on
-        them."""
+        """Return the largest staleness of a token: how many versions older than the policy that is trained on the token
+        the policy may be that generated it."""
         return self.max_staleness if self.streams else self.async_buffer_size + self.update_weights_interval - 1
 
     @property
     def policy_limits(self) -> PolicyLimits:
-        """Return what the options say about the use of the policy, except about evaluations."""
+        """Return the limits for the use of the policy by training and rollouts. `evaluates_apart` is not set here."""
         lead = self.max_staleness if self.streams else self.async_buffer_size
         return PolicyLimits(
             lead=self.num_rollout if self.debug_rollout_only else lead,

@@ -51,10 +51,11 @@ class Session:
     """One execution of a flow for a run. `open_session` makes one.
 
     Attributes:
-        started_stages: name of a task run of this flow run -> state with its id.
-        stage_results: results of stages, kept in memory because Prefect identifies them, and strings in them, by
-            `id()`.
-        stage_messages: id of an active task run -> name and message of its final state.
+        started_stages: name of a task run of this flow run -> a state with the id of the task run. Later stages pass it
+            to Prefect, which draws an arrow between the two stages.
+        stage_results: results of stages. Prefect identifies a result, and the strings in it, by `id()`, so no result is
+            freed: a later object could get the same id.
+        stage_messages: id of an active task run -> name and message of the state that it will end with.
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class Session:
         self.started_stages: dict[str, State[Any]] = {}
         self.stage_results: list[Any] = []
         self.stage_messages: dict[uuid.UUID, tuple[str, str]] = {}
-        self.saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
+        self.saving: PrefectFuture[Any] | None = None  # the task that is saving a checkpoint in another thread
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
     def remaining_rounds(self) -> Iterator[int]:
-        """Yield the rounds to run. The first is the last trained round, because its checkpoint or evaluation may be
-        missing."""
+        """Yield the numbers of the rounds to run. A resumed run begins with its last trained round, because the
+        checkpoint or the evaluation after that round may be missing."""
         done, total = self.run.num_trained_rounds(), self.run.num_rounds
         if done:
             rest = "resuming" if done < total else "nothing is left to train"
@@ -93,18 +94,20 @@ class Session:
         yield from range(max(0, done - 1), total)
 
     def start_trainer(self) -> None:
-        """Start the trainer's processes, without models, if rounds are left to train and `materialize_fork` does not
-        need another trainer first. They import torch and Megatron (5-15 s) while the model is converted."""
+        """Start the trainer's processes, so that they import torch and Megatron (5-15 s) while the model is converted;
+        they load no model yet. Start none if all rounds are trained, or if the run is a fork that must first replay
+        rounds of its parent with another trainer."""
         record = self.run.record
         if self.run.num_trained_rounds() < self.run.num_rounds and record:
             try:
                 if missing_fork_checkpoint(self.run.store, record) is None:
                     self.processes.trainer.start_processes()
-            except (ClusterLost, NodeLost, TimeoutError) as error:  # the stage `restore` starts it, with retries
+            except (ClusterLost, NodeLost, TimeoutError) as error:
+                # The stage `restore` starts the trainer, with retries.
                 self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
     def report_commit(self, prefix: str, commit: Commit) -> Commit:
-        """Send a commit that a stage returns to the trackers, print it, tell the observers about it, and return it."""
+        """Send a stage's commit to the trackers, print it, tell the observers about it, and return it."""
         key = commit_key(prefix)
         is_new = self.tracking.record_commit(key, commit)
         if line := self.display.print_commit(commit) if is_new else "":
@@ -116,8 +119,7 @@ class Session:
 
     @contextmanager
     def running_stage(self, name: str, rollout_id: int | None) -> Iterator[None]:
-        """Show a stage during the block. A failure is printed; the next attempt restores trainer and engines if
-        necessary."""
+        """Show a stage in the terminal during the block, and print a failure of the block."""
         self.observers.tell(Observer.on_stage, name, rollout_id)
         with self.display.stage(name, rollout_id):
             try:
@@ -134,12 +136,12 @@ class Session:
                 raise
 
     def set_stage_message(self, text: str, name: str = "") -> None:
-        """Set the message of the current stage's final state, which says what the stage has done, and the state's name,
-        by default "Completed"."""
+        """Set what Prefect shows when the current stage has completed: a message that says what the stage has done, and
+        the name of its final state, by default "Completed"."""
         self.stage_messages[uuid.UUID(task_run.id)] = (name or "Completed", " ".join(text.split()))
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being saved is committed. Raises the exception of the saving task.
+        """Wait until the checkpoint that is being saved, if any, is committed. Raises the exception of the saving task.
 
         A stage that changes the trainer's weights must call this first.
         """
@@ -172,23 +174,27 @@ class Session:
 
     @cached_property
     def grader(self) -> Grader:
-        """Return the grader, which runs the reward function; its processes are kept until the end of the run."""
+        """Return the grader, which runs the reward function in processes that are kept until the end of the session."""
         return self.observers.enter_context(make_grader(self.config.rollout_with_args))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:
-        """Stop the processes, and record the end of this start, by an exception or normally."""
+        """Stop the processes, and record how this execution of the run ended.
+
+        Args:
+            error: the exception that ended the flow; None if it ended normally.
+        """
         kind = None if error is None else type(error)
         stop_signals.begin_cleanup()
         if kind is not None and not issubclass(kind, Preempted):
-            scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
+            scratch.keep_temp_directory_at_exit()  # the directory contains the logs of Ray and the engines
         self.display.panel.phase = describe_cleanup(
             kind, is_requested=self.stop.requested, writes_report=self.run.writes_report(kind)
         )
         self.display.note_wait(self.display.panel.phase)
         self.wait_for_checkpoint_until_deadline()
-        if kind is not None:  # end an evaluation in another thread
+        if kind is not None:  # cancel an evaluation in another thread, and wait for its end
             self.stop.request(grace_seconds=0.0)
             self.engines.turns.wait_until(
                 lambda schedule: schedule.evaluated is None, patience_after(kind) or EVALUATION_END_TIMEOUT
@@ -200,16 +206,17 @@ class Session:
             self.run.record_end(error, joules)
         except (StoreError, OSError) as problem:  # for instance a full disk
             self.display.note(
-                f"the end of this start is not recorded ({problem}); its costs are counted up to its last commit"
+                f"the store has no record of how this start of the run ended ({problem}); its costs are counted up to "
+                "its last commit"
             )
 
 
 @contextmanager
 def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
-    """Check a config, and drive its run in the block. All processes that were started in the block are stopped at its
-    end."""
+    """Check a config, and yield the session that executes its run. The processes that the session has started are
+    stopped at the end of the block."""
     plan = plan_of(flow, config)
-    if plan is not config:  # otherwise the command has checked it
+    if plan is not config:  # otherwise the command has made this plan and checked it
         preflight(plan)
     stop = StopRequest()
     try:
@@ -223,24 +230,25 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
                     raise
                 session.end(None)
             if any(delivery.num_waiting() for delivery in session.tracking.deliveries):
-                return  # the next start delivers the rest
+                return  # records for trackers are not delivered yet: the next start must run to deliver them
             try:
                 record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
             except (StoreError, OSError) as error:
                 session.display.note(
-                    f"the completion of the run is not recorded ({error}); the next start checks its stages"
+                    f"the store has no record that the run is complete ({error}); the next start checks its stages"
                 )
     except Preempted as error:
         raise TerminationSignal(signal.SIGTERM) from error  # Prefect marks the flow run as crashed or cancelled
 
 
 def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
-    """Create the session of a run: record the start, and add the observers of the run to `observers`."""
+    """Create the session of a run, record that an execution of the run starts, and add the run's observers to
+    `observers`."""
     flow, config, uris = run.flow, run.config, tracking_uris(run.store, run.config.run)
-    # Read it here, because other threads have no flow-run context. A server that ends with this process has no page
-    # afterwards.
+    # The link is read here, because other threads have no flow-run context. A Prefect server that this process started
+    # ends with it, so the link would not work afterwards.
     page = "" if OWN_SERVER.is_set() else flow_run.ui_url or ""
-    flow_run_link = page_link(page)  # logs a browser in
+    flow_run_link = page_link(page)  # this link also logs the browser in
     watch = observers.enter_context(serving_run(run.store, run.keys.run))
     pages = {"watch": watch, "prefect": flow_run_link or _NO_PAGE}
     display = Display(run.keys.run, flow, config, run.store.uri, uris[0], pages)
@@ -259,7 +267,8 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
     run.record_start(page or str(flow_run.id or ""))
     session = Session(run, display, tracking, observers, processes, stop)
 
-    def links() -> dict[str, str]:  # title -> URL of the pages of this flow run in Prefect and of the run in trackers
+    def links() -> dict[str, str]:  # "Prefect" or name of a tracker -> URL of its page about this run
+
         pages = {d.name: page_link(d.page or "") for d in tracking.deliveries if d.problem is None}
         return {title: url for title, url in {"Prefect": flow_run_link, **pages}.items() if url}
 

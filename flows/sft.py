@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the loop of train.py over demonstrations, without engines. Each round trains
 on the next rows of the data set."""
 
-from typing import Annotated  # real annotations, not strings: Prefect could not resolve strings
+from typing import Annotated  # no `from __future__ import annotations`: Prefect could not resolve the strings
 
 from prefect import State, flow
 from pydantic import BeforeValidator

@@ -44,10 +44,10 @@ def stage(name: str, *, needs: Needs | None = None, after_save: bool = False) ->
 
     Args:
         name: name of the task run, a format string over the function's arguments.
-        needs: function of the same arguments that returns the stages whose results this stage uses, for the arrows on
-            the Prefect page. Each input is a list of names of task runs; the first of them that this flow run has
-            started counts.
-        after_save: if a checkpoint is being saved in another thread, wait for its commit before the start.
+        needs: function of the same arguments that returns one list of task-run names for each result that this stage
+            uses. On the Prefect page an arrow leads here from the first name in each list that this flow run has
+            started.
+        after_save: if a checkpoint is being saved in another thread, wait for its commit before this stage starts.
     """
     return functools.partial(Stage, name, needs=needs, after_save=after_save)
 
@@ -73,8 +73,10 @@ class Stage:
             context = TaskRunContext.get()
             assert context is not None
             task_run = context.task_run
-            # For the arrows from this stage. `Completed`, because our own code does all waiting: a rollout may be
-            # started while the round that it waits for is still being trained.
+            # Later stages pass this state to Prefect, which draws the arrows. It is `Completed` although this stage has
+            # only begun: Prefect starts no task that depends on another state, but a rollout may start while the
+            # training that it depends on still runs. The waiting is done by `PolicyTurns`.
+
             details = StateDetails(task_run_id=task_run.id, flow_run_id=task_run.flow_run_id)
             session.started_stages[task_run.name] = Completed(data=True, state_details=details)
             number = round_of_task(task_run.name)
@@ -110,8 +112,9 @@ class Stage:
         return task.submit(session, *map(quote, args), wait_for=states)
 
     def _wait_and_configure_task(self, session: Session, *args: Any) -> tuple[Task[..., Any], list[State[Any]]]:
-        """Return the task and the states of the stages whose results it uses. The arguments are quoted: otherwise
-        Prefect would draw arrows from earlier task runs with equal strings in their results."""
+        """Wait for a checkpoint if this stage must. Return the task, and the states of the earlier stages whose results
+        the task uses. Callers quote the arguments of the task: otherwise Prefect would also draw arrows from task runs
+        that returned an equal string."""
         session.stop.raise_if_requested()
         if self.after_save:
             session.wait_for_checkpoint()
@@ -136,7 +139,7 @@ def retry_while_disk_full(
             full = disk_full_error(error, directories)
             if full is None:
                 raise
-            if time.monotonic() - attempt_start > PATIENCE:  # a new shortage: restart the time limit
+            if time.monotonic() - attempt_start > PATIENCE:  # the disk had space for a long time: restart the limit
                 start, pause = time.monotonic(), FIRST_PAUSE
             left = PATIENCE - (time.monotonic() - start)
             if left <= 0:
@@ -166,7 +169,8 @@ def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> St
 
 
 def _free_bytes(directory: str) -> int:
-    """Return the free bytes of a directory's disk; a huge number if the directory does not exist."""
+    """Return the free bytes of a directory's disk; 2^62, so that `min` ignores it, if the directory does not exist."""
+
     try:
         return shutil.disk_usage(directory).free
     except OSError:

@@ -1,6 +1,6 @@
-"""The stages of a run as Prefect tasks, which add a name and retries. The code of the stages is in stages/.
+"""The stages of a run as Prefect tasks, which have a name and retries. What a stage does is in stages/.
 
-Every task is idempotent: if the store already has its commit, the task returns that commit.
+Every task may be called again: if the store has its commit already, the task returns that commit.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ from penstock.storage.store import read_commits
 
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
-    """Convert the initial policy (`start_weights`) to torch_dist in the store, and verify it.
-
-    The auxiliary models (reference, teacher) are imported in the same way.
-    """
+    """Convert the initial policy (`start_weights`) and the auxiliary models (reference, teacher) to torch_dist in the
+    store, and verify them. Return the initial policy."""
     auxiliary: dict[str, CheckpointRef] = {}  # path -> model
     for name, path in session.config.train.auxiliary_models.items():
         auxiliary[path] = convert_unless_unchanged(session, name, path)
@@ -64,23 +62,25 @@ def convert(session: Session) -> CheckpointRef:
 
 
 def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
-    """Return the model that the run has recorded as `role` if it was converted from the current files at `path`;
-    otherwise convert these files. Only a conversion needs a process."""
+    """Return the model that the run has recorded as `role` if it was converted from the current files at `path`.
+    Otherwise convert these files. The Ray cluster is started only for a conversion."""
     model = session.run.store.read_record(CheckpointRef, session.run.keys.origin_key(role))
     if model is not None and is_conversion_of(session.run.store, model, path):
         return model
-    # A run loads its initial weights from its own store.
+    # --convert-save is for `penstock convert`; a run needs its initial weights in its own store.
     config = session.config.convert.model_copy(update={"convert_save": None})
     return import_model(session.processes.cluster, session.run.store, config, path)
 
 
 def trained_policy(version: int) -> list[str]:
-    """Return the names of the stages after one of which the trainer has policy `version` (for `needs` of a stage)."""
+    """Return the names of the stages that may have given the trainer policy `version`, latest first (for `needs`)."""
     return [f"train-{version - 1:06d}", "restore", "convert"]
 
 
 def published_policy(newest: int, oldest: int) -> list[str]:
-    """Return the names of the stages after one of which the engines have a policy version from `oldest` to `newest`."""
+    """Return the names of the stages that may have given the engines a policy version from `oldest` to `newest`, latest
+    first (for `needs`)."""
+
     return [*(f"publish-{version:06d}" for version in range(newest, oldest - 1, -1)), *trained_policy(oldest)]
 
 
@@ -128,7 +128,7 @@ def _report_rollout(session: Session, prefix: str, commit: Commit) -> RolloutRef
 
 
 def load_rollout(session: Session, rollout_id: int) -> Commit:
-    """Commit the samples of the file of --load-debug-rollout-data for round `rollout_id`, and return the commit."""
+    """Commit the samples of a --load-debug-rollout-data file as round `rollout_id`, and return the commit."""
     keys = session.run.keys
     return loaded_rollout_stage(
         rollout_context(session),
@@ -141,7 +141,7 @@ def load_rollout(session: Session, rollout_id: int) -> Commit:
 
 
 def rollout_context(session: Session, **options: Any) -> RolloutContext:
-    """Return the context that all rounds of a run share, with further fields `options` of `RolloutContext`."""
+    """Return the context that all rounds of a run share. `options` are further fields of `RolloutContext`."""
     return RolloutContext(
         session.run.store,
         session.config.rollout_with_args,
@@ -155,7 +155,7 @@ def rollout_context(session: Session, **options: Any) -> RolloutContext:
 def generation_context(
     session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
 ) -> RolloutContext:
-    """Return the inputs and callbacks of the run's rollouts, with engines at the addresses that `engines` returns."""
+    """Return the context of rollouts that engines generate; `engines` returns the URLs of these engines."""
     return rollout_context(
         session,
         engines=engines,
@@ -170,7 +170,8 @@ def generation_context(
 
 @stage("demonstrations-{rollout_id:06d}", needs=lambda session, r: [[f"demonstrations-{r - 1:06d}"]])
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
-    """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
+    """Commit the next rows of the data set, which are demonstrations (SFT), in place of the rollout of round
+    `rollout_id`."""
     prefix = session.run.keys.rollout_prefix(rollout_id)
     commit = session.run.store.committed(prefix)
     if commit is None:
@@ -203,7 +204,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
 @stage("publish-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def publish(session: Session, version: int) -> None:
     """Load policy `version` into every engine, unless no more rollouts are needed. With --async-mode streaming, the
-    engines continue to generate."""
+    engines continue to generate while they load it."""
     run = session.config.run
     if run.streams and session.run.needs_rollout(run.num_rollout - 1):
         session.engines.publish_in_flight(version)
@@ -218,8 +219,8 @@ def publish(session: Session, version: int) -> None:
 def checkpoint(session: Session, version: int) -> None:
     """Start saving policy `version` in another thread. The next train or export stage waits for its commit.
 
-    If trainer and engines take turns on the devices, the checkpoint is saved before this returns: the engines must not
-    generate during the save.
+    If trainer and engines take turns on the devices, save the checkpoint before returning, because the engines cannot
+    use the devices during the save.
     """
     if session.config.run.alternates_trainer_and_engines:
         save(session, version)
@@ -241,8 +242,8 @@ def save(session: Session, version: int) -> CheckpointRef:
 
 
 def remove_old_checkpoints(session: Session) -> None:
-    """Remove the checkpoints that --keep-checkpoints does not keep. With --keep-best, also keep the checkpoints whose
-    scores are not known yet, because an evaluation is running or postponed."""
+    """Remove the checkpoints that --keep-checkpoints and --keep-best do not keep. With --keep-best, also keep
+    checkpoints that may turn out to be the best, because an evaluation of them is still missing."""
     run = session.config.run
     if run.keep_checkpoints is None:
         return
@@ -308,7 +309,8 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
 
 @stage("eval-{version:06d}", needs=lambda session, version: [published_policy(version, version)])
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
-    """Score policy `version` on all data sets in parallel, so that a few long responses do not leave engines idle."""
+    """Score policy `version` on all data sets in parallel: while the last long responses to one data set are generated,
+    the engines work on the others."""
     with session.engines.for_evaluation(version):
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.data_sets]
         for score in scores:
@@ -319,7 +321,7 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
 
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
-    # Parallel evaluations cannot share a fixed port.
+    # Parallel evaluations cannot share the port of --agent-endpoint-port.
     if len(missing_evaluations(session, version)) > 1 and not session.config.rollout.agent_endpoint_port:
         return list(evaluate_all(session, version))
     return [evaluate_one(session, version, name) for name, _ in session.config.eval.data_sets]
@@ -332,8 +334,9 @@ def missing_evaluations(session: Session, version: int) -> list[str]:
 
 
 def request_evaluation(session: Session, version: int) -> None:
-    """Score policy `version`, the trainer's newest, while training continues: on engines of its own (--eval-mode
-    apart), on engines that also generate rollouts (--async-mode streaming), or before the next rollout."""
+    """Begin to score policy `version`, the trainer's newest, while training continues: on separate engines (--eval-mode
+    apart), on engines that also generate rollouts (--async-mode streaming), or before the next rollout that is
+    generated ahead (--async-buffer-size)."""
     turns = session.engines.turns
     if not missing_evaluations(session, version):
         return
@@ -358,13 +361,14 @@ def request_evaluation(session: Session, version: int) -> None:
 
 @stage("publish-for-eval-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def publish_for_evaluation(session: Session, version: int) -> None:
-    """Load policy `version`, the trainer's current one, into the engines that evaluate it, after the previous
-    evaluation."""
+    """Wait until the previous evaluation has ended, and load policy `version`, the trainer's current one, into the
+    engines that evaluate it."""
     session.engines.publish_for_evaluation(version)
 
 
 def evaluate_or_postpone(session: Session, version: int) -> None:
-    """Score policy `version`, which is `PolicySchedule.evaluated`. If this fails, `evaluate_skipped` does it later."""
+    """Score policy `version` while training continues. If this fails, `evaluate_skipped` does it after the last
+    round."""
     try:
         evaluate(session, version)
     except (Exception, Preempted) as error:
@@ -375,19 +379,23 @@ def evaluate_or_postpone(session: Session, version: int) -> None:
 
 
 def note_postponed_evaluation(session: Session, version: int, error: BaseException) -> None:
-    """Print that `evaluate_skipped` will score policy `version`, because of `error`."""
-    session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__}: {error})")
+    """Print that `evaluate_skipped` will score policy `version` after the last round, because `error` prevented it."""
+    session.display.note(
+        f"policy version {version} could not be evaluated now ({type(error).__name__}: {error}); it will be evaluated "
+        "after the last round"
+    )
 
 
 def evaluate_in_turn(session: Session, version: int) -> None:
-    """Score policy `version` after the stream and the previous evaluation have ended. The next stage waits for this
-    evaluation."""
+    """Wait until the stream of rollouts and the previous evaluation have ended, score policy `version`, and return when
+    it is scored."""
     session.engines.turns.wait_until(lambda schedule: schedule.evaluated is None and not schedule.rollouts.streams)
     evaluate(session, version)
 
 
 def evaluate_skipped(session: Session) -> None:
-    """Score the policies that were not evaluated because of a failure or a kill; restore each one from the store."""
+    """Score the policy versions whose evaluation failed or was killed. The engines get these versions from a trainer
+    that is restored from the store."""
     session.engines.turns.wait_until(lambda schedule: schedule.evaluated is None)
     for version, name in postponed_evaluations(session, range(1, session.run.num_trained_rounds())):
         evaluate_one(session, version, name)
@@ -396,9 +404,9 @@ def evaluate_skipped(session: Session) -> None:
 
 
 def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yield (policy version, data set) for each evaluation of policies in `versions` that `evaluate_skipped` must make.
-    Data sets that were added to the run later are not evaluated for earlier policies. A fork does not evaluate its
-    parent's policies: with its options, training could not reproduce them."""
+    """Yield (policy version, data set) for each evaluation of policies in `versions` that was due but is missing.
+    Policies that were trained before a data set was added to the run are not evaluated on it. A fork does not evaluate
+    its parent's policies, because with the fork's options a replay would not reproduce them."""
     due, keys = build_stage_schedule(session), session.run.keys
     skips_first = session.config.eval.skip_eval_before_train
     record = read_run_record(session.run.store, keys)
@@ -442,7 +450,8 @@ def save_hf(session: Session, version: int) -> None:
 
 
 def save_missing_hf(session: Session) -> None:
-    """With --save-hf, write the Hugging Face files of all checkpoints that lack them because of a kill or a failure."""
+    """With --save-hf, write the Hugging Face files of those checkpoints that do not have them yet, because writing them
+    failed or was killed."""
     keys = session.run.keys
     if session.config.run.save_hf is None:
         return
@@ -478,7 +487,7 @@ def promote(session: Session, version: int) -> None:
 
 def publish_results(session: Session) -> State[None]:
     """Tell the observers the results of the whole run, including rounds before a resume. Return the final state of the
-    flow run: its name is the newest reward, its message says what this start has done."""
+    Prefect flow run, which is named after the newest reward; its message says what this flow run has done."""
     session.wait_for_checkpoint()
     commits = read_commits(session.run.store, session.run.keys)
     session.observers.tell(Observer.on_results, commits)
@@ -488,9 +497,10 @@ def publish_results(session: Session) -> State[None]:
 
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
-    """Return a function: policy version -> stages due after that version is trained, in order: publish, checkpoint,
-    evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the publish. With
-    --async-buffer-size, the thread that generates rollouts also publishes."""
+    """Return a function: policy version -> stages that are due after that version is trained, in order: publish,
+    checkpoint, evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the
+    publish. With --async-buffer-size no publish is due, because the thread of rollouts publishes."""
+
     run, evals = session.config.run, session.config.eval
     last, generates = run.num_rollout, session.config.train.loss_type != "sft_loss"
     engines_are_free = not run.generates_ahead or run.streams

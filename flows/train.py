@@ -31,7 +31,7 @@ def train(config: PostTrainConfig) -> State[None]:
         config: config of the run. If the store has a run named `run.run`, that run is resumed.
     """
     with open_session("train", config) as session:
-        config = session.config  # every option has its final value
+        config = session.config  # the plan, in which every option has its final value
         if session.run.needs_rollout(session.run.num_trained_rounds()):
             session.processes.start_engines()  # the engines load while the model is converted
         if not config.run.debug_rollout_only:

@@ -23,8 +23,9 @@ from pydantic.fields import FieldInfo
 from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows import cli
-from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
+from penstock.flows.config import SECTIONS, SWITCHES, list_options
 from penstock.flows.options import refused
+from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.help import SHORT, about_section, first_sentence
 from penstock.storage.config import field_meta
 

@@ -43,12 +43,11 @@ from penstock.storage.store import Store
 PENSTOCK = (sys.executable, "-m", "penstock")
 POLL_SECONDS = 0.2
 EQUAL = "equal bit for bit"
-TARGETS: dict[
-    str, Callable[[str], bool]
-] = {  # in the order of the kills: target -> whether a command line belongs to it
+# What to kill, in this order -> whether a command line is that of such a process.
+TARGETS: dict[str, Callable[[str], bool]] = {
     "engine": lambda command: next(iter(engine_backend().processes)) in command,
     "trainer": lambda command: command.startswith("ray::TrainActor"),
-    "driver": lambda command: False,  # the demo's own process
+    "driver": lambda command: False,  # `DemoProcess` knows the process of the driver
 }
 KILLED = {"engine": "the inference engine", "trainer": "the trainer", "driver": "the driver, and started it again"}
 
@@ -108,7 +107,7 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not any(directory.iterdir()):
-            (directory / MARKER).write_bytes(MARKER_TEXT)  # allows --fresh to remove the directory
+            (directory / MARKER).write_bytes(MARKER_TEXT)  # --fresh removes only directories with this file
     except OSError as error:
         reason = f"--directory {directory} cannot be written ({error.strerror})"
         raise OptionError(f"{reason}: give another --directory") from error
@@ -138,7 +137,8 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
 
 
 def remove_demo(directory: Path) -> None:
-    """Remove the files of an earlier demo from its directory; other files are kept. Links are removed, not followed."""
+    """Remove the files of an earlier demo from its directory. Other files are kept. Symbolic links are not followed.
+    Raises an InputError if the directory is not that of a demo, or a demo is running in it."""
     if not directory.exists() and not directory.is_symlink():
         return
     resolved = directory.resolve()
@@ -170,7 +170,8 @@ def remove_demo(directory: Path) -> None:
 def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
     """Create the tiny model and the data of this seed, unless they exist. Return their directories.
 
-    Each directory is written under a temporary name and then renamed, so that a killed demo leaves no partial one.
+    Each directory is written under a temporary name and then renamed, so that a killed demo leaves no partial
+    directory under the final name.
     """
     model, data = directory / f"model-seed{seed}", directory / f"data-seed{seed}"
     for target, make in ((data, make_demo_data), (model, make_tiny_model)):
@@ -183,10 +184,9 @@ def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
 
 
 def make_demo_data(data: Path, seed: int) -> None:
-    """Write the data sets, and from them `sft.jsonl`, the SFT rows in training order: first correct answers
-    (`sft_skill.jsonl`), then answers of which some are rounded down to tens, a habit that RL has to remove
-    (`sft_habit.jsonl`). No row occurs twice in a batch.
-    """
+    """Write the data sets to the directory `data`, and from them `sft.jsonl`, the SFT rows in training order: first
+    correct answers (`sft_skill.jsonl`), then answers of which some are rounded down to tens, a habit that RL has to
+    remove (`sft_habit.jsonl`). No row occurs twice in a batch."""
     make_tiny_data(data)
     rng = random.Random(seed)
     with (data / "sft.jsonl").open("w", encoding="utf-8") as out:
@@ -199,8 +199,16 @@ def make_demo_data(data: Path, seed: int) -> None:
 def recipe_config(
     part: str, directory: Path, model: Path, prompts: Path, seed: int, **more: dict[str, Any]
 ) -> PostTrainConfig:
-    """Return the config of the demo's run `part`, sft or grpo. `more`: options that replace those of the recipe, by
-    section."""
+    """Return the config of a run of the demo.
+
+    Args:
+        part: "sft" or "grpo", the recipe.
+        directory: output directory of the demo.
+        model: directory of the initial model.
+        prompts: file of prompts or demonstrations.
+        seed: seed of the model, the data order and the prompt sampling.
+        more: section -> options that replace those of the recipe.
+    """
     values = read_toml(RECIPES / f"demo-{part}.toml")
     own: dict[str, dict[str, Any]] = {
         "run": {"run": f"demo-{part}-seed{seed}", "store": str(directory / "store")},
@@ -214,7 +222,7 @@ def recipe_config(
 
 
 def export_directory(config: PostTrainConfig) -> Path:
-    """Return the directory of a finished run's exported model."""
+    """Return the directory of the model that a finished run has exported."""
     store = open_store(config.run)
     commit = store.committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
     assert commit is not None and commit.attempt is not None, "the sft flow ended without an export"
@@ -223,11 +231,12 @@ def export_directory(config: PostTrainConfig) -> Path:
 
 # ---- penstock demo --kill --------------------------------------------------------------------------------------------
 #
-# The demo runs in a process of its own, whose output is printed here. The demo itself has no code for the kills.
+# The demo runs in another process, whose output is printed here. The demo itself has no code for the kills.
 
 
 class DemoProcess:
-    """`penstock demo` in a process of its own, restarted with the same command after its driver is killed."""
+    """A process that runs `penstock demo` (the command line `words`). After its driver is killed, the same command is
+    started again."""
 
     def __init__(self, words: list[str], console: Console) -> None:
         self.words = words
@@ -250,8 +259,8 @@ class DemoProcess:
         return code
 
     def kill(self, target: str) -> list[int]:
-        """Kill the processes of a target with SIGKILL. Return their process ids; none if there are no such processes at
-        the moment. A killed driver is restarted when its children have ended."""
+        """Kill the processes of a target (a key of TARGETS) with SIGKILL. Return their process ids; [] if there are no
+        such processes now. A killed driver is started again when its child processes have ended."""
         try:
             driver = psutil.Process(self._process.pid)
             children = driver.children(recursive=True)
@@ -269,7 +278,7 @@ class DemoProcess:
         return [victim.pid for victim in victims]
 
     def stop(self) -> None:
-        """Stop the command, if it still runs. SIGTERM, because children of a shell's background jobs ignore SIGINT."""
+        """Stop the command with SIGTERM, if it still runs. SIGINT is ignored in background jobs of a shell."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
@@ -277,7 +286,7 @@ class DemoProcess:
 
 def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
     """Run the demo, kill its processes, check its commits, and replay every round. Return the exit code: 0 if nothing
-    was lost and every round is equal bit for bit."""
+    was lost and the replay of every round gives weights that are equal bit for bit."""
     console = TerminalConsole(highlight=False, soft_wrap=True)
     store, keys = str(directory / "store"), RunKeys(f"demo-grpo-seed{seed}")
     kills = {target: num_rollout * (number + 1) // 4 for number, target in enumerate(TARGETS)}
@@ -307,7 +316,8 @@ def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
 
 
 def check_and_replay(store: str, keys: RunKeys, console: Console) -> int:
-    """Check all commits of a run and replay its rounds. Return 0 if nothing is wrong and all rounds are equal."""
+    """Check all commits of a run and replay its rounds. Return 0 if nothing is wrong and all rounds are equal bit for
+    bit, else 1."""
     result = audit_run(Store(store, probe=False), keys)
     for problem in result.problems:
         console.print(Text(f"WRONG: {problem}", style="bold red"))

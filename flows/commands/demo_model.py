@@ -40,16 +40,16 @@ def make_tiny_model(
     max_length: int = MAX_LENGTH,
     **sizes: int,
 ) -> Path:
-    """Write a random Qwen3 with its tokenizer as a Hugging Face directory. The same arguments give the same bytes.
-    With `tied` embedding and output head are the same matrix. `sizes` replace values in SIZES, where `groups` are
-    key/value heads and `vocab` the rows of the embedding, of which the tokenizer uses 54."""
+    """Write a Qwen3 with random weights and its tokenizer as a Hugging Face directory. The same arguments give the same
+    bytes. With `tied`, embedding and output head are the same matrix. `sizes` replace values in SIZES, where `groups`
+    is the number of key/value heads and `vocab` the number of rows of the embedding (the tokenizer has 54 tokens)."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     assert sizes.keys() <= SIZES.keys(), f"unknown sizes {sizes.keys() - SIZES.keys()}"
     size = SIZES | sizes
-    disable_progress_bar()  # for saving the model, which takes less than a second
+    disable_progress_bar()  # saving the model would print one
     config = Qwen3Config(
         vocab_size=size["vocab"],
         hidden_size=size["hidden"],
@@ -80,8 +80,8 @@ def make_tiny_model(
 
 def make_tokenizer(max_length: int = MAX_LENGTH, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character and six special tokens; its chat template turns a problem into
-    `<|user|>37+8=<|end|><|assistant|>`. `words` are additional tokens, at most ten (the free rows of the tiny model's
-    vocabulary)."""
+    `<|user|>37+8=<|end|><|assistant|>`. `words` are additional tokens: at most ten, for which the embedding of the tiny
+    model has rows."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
 """`penstock doctor`: check the installation and the machine, and print how to fix each problem.
 
-Versions are read from package metadata. Megatron-core and the engine are also imported, each in its own process as in a
-run, because only an import reveals a broken environment.
+Versions are read from package metadata. torch, Megatron-core and the engine are also imported, each in its own process,
+because only an import reveals a broken environment.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import psutil
 
 from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.serving.server import KEY_VARIABLE
+from penstock.engines.training import GIB
 from penstock.flows.inspect import plan
 from penstock.flows.install.command import find_distribution
-from penstock.flows.install.uses import GIB, USES, Targets, shared_memory
+from penstock.flows.install.uses import USES, Targets, shared_memory
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
 from penstock.flows.terminal.console import TerminalConsole, print_table
@@ -57,16 +58,16 @@ TARGETS = {"--ray-address": True, "--mlflow-tracking-uri": True}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: a line of the report."""
+    """The result of one check, which is a line of the report."""
 
-    what: str
+    what: str  # what was checked
     ok: bool
     found: str
-    advice: str = ""
+    advice: str = ""  # what to do if the check failed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not."""
+    """Run `penstock doctor`. Return 0 if all checks passed or the planned run fits, 1 if not."""
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> int:
     ]
     print_table(("", "what", "found", "what to do"), rows, width=console.width)
     print("\nplanned uses")
-    for use in uses.result():  # lines are not wrapped, so that commands can be copied
+    for use in uses.result():  # printed without wrapping lines, so that commands can be copied
         print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
         for lack in use.lacks:
             print(f"    {lack.found}\n      {lack.remedy}")
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_targets(argv: list[str]) -> Targets:
-    """Return the services that the options name."""
+    """Return the services that the options of `penstock doctor` name."""
     positional, own, rest = split_args(argv, TARGETS)
     other = [*positional, *(name for name, _ in split_flags(rest) if name not in STORE_FLAGS)]
     if other:
@@ -113,15 +114,15 @@ def parse_targets(argv: list[str]) -> Targets:
 
 
 def check_packages() -> list[Finding]:
-    """Check the interpreter, and that the packages Penstock needs are installed in a supported version."""
-    # package -> required prefix of its version
+    """Check that the Python version and the versions of the packages that Penstock needs are supported."""
+    # package -> required prefix of its version ("": any version)
     prefixes = {"megatron-core": "0.16.1", "prefect": "3.", "mlflow": "3.", **engine_backend().packages}
     prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"), "")
     python = (3, 11) <= sys.version_info[:2] <= (3, 12)
     findings = [Finding("Python", python, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
     for name, prefix in prefixes.items():
         installed = find_distribution(name)
-        if installed is None and name == "mlflow" and (skinny := find_distribution("mlflow-skinny")):  # is sufficient
+        if installed is None and name == "mlflow" and (skinny := find_distribution("mlflow-skinny")):
             findings.append(Finding(name, True, f"skinny {skinny.version}"))
         elif installed is None:
             findings.append(Finding(name, False, "not installed", SETUP))
@@ -132,7 +133,7 @@ def check_packages() -> list[Finding]:
 
 
 def check_engine() -> list[Finding]:
-    """Check that the default engine's server starts in the same way as in a run, in a process of its own."""
+    """Check that the server of the default engine starts, in another process and in the same way as in a run."""
     backend = engine_backend()
     command, advice = backend.start_check()
     finding = _check_with_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")
@@ -166,8 +167,8 @@ def check_store() -> list[Finding]:
 
 
 def check_ports() -> list[Finding]:
-    """Check the ports of this user's runs and services: one finding for each command, and one for each port that other
-    machines reach without authentication."""
+    """Check the ports of this user's runs and services. Return one finding for each command that has ports, and a
+    failed one for each port that other machines can reach without authentication."""
     advice = "anyone who can reach this machine can reach this port: close it with a firewall, or end the process"
     findings: list[Finding] = []
     of_command: dict[str, list[ListeningPort]] = {}
@@ -185,7 +186,8 @@ def check_ports() -> list[Finding]:
 
 
 def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:
-    """Run a Python script (or `-c` code) in a new process. Return a Finding with the last line of its output."""
+    """Run a Python script (or `-c` code) in a new process. Return a Finding with the last line of its output, which is
+    ok if the exit code is 0."""
     result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, check=False)
     lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
     return Finding(
@@ -215,8 +217,8 @@ CHECKS: list[Callable[[], list[Finding]]] = [
 
 # ---- ports -----------------------------------------------------------------------------------------------------------
 
-# (substring of a command line, authentication of that process's ports, environment variable without which the ports
-# have no authentication); the first match counts.
+# (substring of a process's command line, authentication of its ports, environment variable without which the ports have
+# no authentication, or None). The first matching row counts.
 PROTECTIONS = (
     ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
     ("mlflow_server", "login; checks Host and Origin", None),
@@ -240,7 +242,8 @@ class ListeningPort:
 
 
 def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[ListeningPort]:
-    """Return the TCP ports that the processes `roots` and their descendants listen on, sorted by port number."""
+    """Return the TCP ports on which the processes `roots` and their descendants listen, sorted by port number. By
+    default `roots` are all Penstock processes of this user."""
     family: dict[int, tuple[psutil.Process, str]] = {}
     for root in penstock_processes_of_this_user() if roots is None else roots:
         with suppress(psutil.Error):
@@ -264,7 +267,7 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
 
 
 def penstock_processes_of_this_user() -> list[psutil.Process]:
-    """Return this user's `penstock` processes: commands and `penstock up`."""
+    """Return the processes of this user that run a `penstock` command."""
     me = psutil.Process().uids().real
     roots = []
     for process in psutil.process_iter():

@@ -2,8 +2,8 @@
 
 Sharing is by reference: the small commit records are copied to the new run, and the large files that they refer to stay
 in the parent's directory. The new run's own record is written last, by one conditional create, so a run that `penstock
-resume` finds is complete; a killed fork is finished by the same command or removed by `penstock gc`. The field `parent`
-of the record describes the origin (storage/history/run_record.py).
+resume` finds is complete. If a fork is killed, the same command finishes it, or `penstock gc` removes it. The field
+`parent` of the record says from which run and round the new run was forked (storage/history/run_record.py).
 """
 
 from __future__ import annotations
@@ -11,16 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import (
-    Plan,
-    PostTrainConfig,
-    RunConfig,
-    flag_of_field,
-    list_options,
-    options_by_mutability,
-)
+from penstock.flows.config import Plan, PostTrainConfig, RunConfig, list_options, options_by_mutability
 from penstock.flows.options.adapters import check_fork_can_publish
-from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
+from penstock.flows.options.argv import check_run_name, flag_of_field, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.resolve import resolve
@@ -53,13 +46,13 @@ USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI 
   change, round N starts at the first row. If an option of the rollout changes, groups that RUN has started before round
   N but not trained are generated again."""
 
-_LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> last shared index - `at`
+_LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> its last shared index - N
 _DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")
 _NUM_COPIES = 16  # commit records copied in parallel
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0."""
+    """Run `penstock fork`. Return 0."""
     positional, own, rest = split_args(argv, {"--at": True, "--name": True})
     if len(positional) != 1 or own.keys() != {"--at", "--name"}:
         raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
@@ -73,7 +66,7 @@ def main(argv: list[str]) -> int:
     config = plan_fork(store, flow, parent, rest, name, at)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
-    # The rows of --prompt-data may have changed, even if its files are the same.
+    # If --prompt-data is given, the data starts again, even if the paths are the same: the rows may have changed.
     restart_data = "prompt_data" in given.get("rollout", {})
     restart_data |= any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
     shared = create_fork(store, parent, config, at, restart_data=restart_data)
@@ -86,9 +79,9 @@ def main(argv: list[str]) -> int:
 
 
 def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool) -> str:
-    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`; repeatable after a kill.
-    `restart_data`: the fork reads its prompt data from the first row again. Return how many commits of each kind are
-    shared, as text."""
+    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`. After a kill, the same call
+    finishes the fork. `restart_data`: the fork reads its prompt data from the first row again. Return how many commits
+    of each kind are shared, as text."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     # A fork at round 0 with other initial weights shares nothing: the parent's version 0 is another model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
@@ -122,7 +115,8 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
 
 
 def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> Plan:
-    """Return the plan of a fork: the parent's final options, replaced by those given on the command line."""
+    """Return the plan of a fork: the options of the parent, replaced by those in `argv`. Raises OptionError if they
+    cannot change at round `at_round`."""
     if "run" in parse_values(argv).get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
     config = update_config_from_argv(parent, argv)
@@ -172,11 +166,12 @@ def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:
 def make_parent_record(
     store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int, restart_data: bool
 ) -> ParentRecord:
-    """Return the origin of the new run."""
+    """Return the record of the run and round from which the new run is forked."""
     record = read_existing_record(store, RunKeys(parent.run.run))
     ancestor = record.parent
     while ancestor is not None and at_round <= ancestor.at:
-        restart_data |= ancestor.restart_data  # the ancestor generated round `at_round` - 1, from other data
+        # All shared rounds are this ancestor's. If the parent runs on other data than the ancestor, so does the fork.
+        restart_data |= ancestor.restart_data
         ancestor = ancestor.parent
     restarts = [round_ for round_ in (record.parent.restarts if record.parent else ()) if round_ < at_round]
     before = config_of_round(record, at_round - 1)
@@ -192,8 +187,8 @@ def make_parent_record(
 
 
 def _response_options(config: PostTrainConfig) -> dict[str, Any]:
-    """Return the options on which groups in the buffer of a rollout depend: their number of samples, their responses
-    and rewards, and other data that the trainer reads with them."""
+    """Return the options on which the groups in the buffer of a rollout depend: name -> value. These options determine
+    the samples, responses and rewards of a group, and other data of it that the trainer reads."""
     options = options_by_mutability(config, "identity")
     train = {f"train.{name}" for name in ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_teacher_load")}
     return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
@@ -215,7 +210,8 @@ def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> No
 
 
 def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> None:
-    """Reserve the new run's name by creating `fork_record` as its fork.json."""
+    """Reserve the name of the new run by writing `fork_record` as its fork.json. Raises RunError if the name is taken,
+    except by an earlier, unfinished call for the same fork."""
     existing: RunRecord | ForkRecord | None = read_run_record(store, new)
     if is_removed(store, new):
         raise RunError(
@@ -235,9 +231,10 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> Non
         raise RunError(f"run {new.run!r} {state}: give another --name")
 
 
-def _fork_shares_commit(parent: RunKeys, prefix: str, at_round: int) -> bool:
-    """Return whether a fork at round `at_round` shares the commit at `prefix` of the run `parent`."""
-    directory, index = prefix.removeprefix(f"{parent.prefix}/").split("/")[:2]
+def _fork_shares_commit(keys: RunKeys, prefix: str, at_round: int) -> bool:
+    """Return whether parent and fork share the commit at `prefix` of either run (`keys`) if the fork is at
+    `at_round`."""
+    directory, index = prefix.removeprefix(f"{keys.prefix}/").split("/")[:2]
     return directory in _LAST_SHARED and int(index) <= at_round + _LAST_SHARED[directory]
 
 
@@ -265,9 +262,9 @@ def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: 
     target = forked.prefix + prefix.removeprefix(parent.prefix)
     data = store.read(commit_key(prefix))
     if data is None:
-        return  # a checkpoint that --keep-checkpoints has removed since the prefixes were listed
+        return  # since the prefixes were listed, --keep-checkpoints has removed this checkpoint
     commit = decode_record(Commit, commit_key(prefix), data)
-    if has_matching_digest(data) is False:  # the copy gets a new digest, so the damage could not be detected
+    if has_matching_digest(data) is False:  # the copy would get a matching digest, which would hide the damage
         raise StoreError(
             f"{commit_key(prefix)} has changed since it was written: restore it from a backup "
             f"(`penstock verify {parent.run}` lists the damage)"

@@ -1,9 +1,12 @@
 """`penstock verify`, `rm` and `gc`: check the files of a run, remove a run, and remove files that nothing needs.
 
 storage/maintenance/ does the checks and decides what is removable; this file parses the requests and prints tables.
-Outside the store, `gc` removes only files of dead processes that are provably unused: temporary directories
-(engines/scratch.py); Ray's session folders whose driver (the pid in the folder's name) is dead, also in /tmp/ray, where
-Ray creates them if TMPDIR is too long; files of engines and torch in /dev/shm that no process has mapped.
+
+Outside the store, `gc` removes only files of dead processes that are provably unused:
+
+    temporary directories    of Penstock's processes (engines/scratch.py)
+    Ray's session folders    of dead drivers, in /tmp/ray, where Ray creates them if the path of TMPDIR is too long
+    shared memory            files of engines and torch in /dev/shm that no process has mapped
 """
 
 from __future__ import annotations
@@ -95,9 +98,7 @@ _ROUNDS = ("rollouts", "steps", "checkpoints", "exports")
 def rm_main(argv: list[str]) -> int:
     """Run `penstock rm`. Return 0."""
     positional, own, rest = split_args(argv, {"--yes": True})
-    if len(positional) != 1:
-        raise OptionError("penstock rm needs the name of one run; `penstock runs` lists them")
-    run = positional[0]
+    run = parse_run_argument("rm", positional)
     if own.get("--yes", run) != run:
         raise OptionError(f"--yes {own['--yes']} does not match the run {run!r} to be removed: give --yes {run}")
     store = open_store(parse_config(rest).run, probe=False)
@@ -156,13 +157,13 @@ def gc_main(argv: list[str]) -> int:
 
 
 def delete_orphans(store: Store, orphans: list[Orphan], run: str | None, min_age_seconds: float) -> set[str]:
-    """Delete `orphans` (unneeded files), except those that have come into use since `find_orphans` listed them. Return
-    the keys of the deleted orphans."""
+    """Delete `orphans` (unneeded files) of a run (None: of all runs), except those that have come into use since
+    `find_orphans` listed them. Return the keys of the deleted orphans."""
     for name in [run] if run else store.list("runs"):
         finish_interrupted_expiries(store, RunKeys(name))
     now = store_time(store)
     remaining = {orphan.key: orphan for orphan in find_orphans(store, run, older_than=min_age_seconds, now=now)}
-    # Unfinished attempts last: removing one writes a claim file, which needs disk space.
+    # Unfinished attempts are removed last: that needs disk space, because a claim file is written for each.
     simple_first = sorted(remaining.values(), key=lambda orphan: orphan.kind == "unfinished attempt")
     removed = {orphan.key for orphan in simple_first if remove_orphan(store, orphan, now)}
     return removed | {
@@ -171,7 +172,7 @@ def delete_orphans(store: Store, orphans: list[Orphan], run: str | None, min_age
 
 
 def print_orphans(store: Store, orphans: list[Orphan], removed_keys: set[str] | None) -> None:
-    """Print a table of unneeded files. `removed_keys`: keys of the removed orphans, or None without --delete."""
+    """Print a table of unneeded files. `removed_keys`: keys of the orphans that were removed; None without --delete."""
     if not orphans:
         print(f"no unneeded files in {store.uri}")
         return
@@ -193,7 +194,7 @@ def print_orphans(store: Store, orphans: list[Orphan], removed_keys: set[str] | 
 _PROC = Path("/proc")
 _SESSION = re.compile(r"^session_[\d_-]+_(?P<pid>\d+)$")
 _TORCH_FILE = re.compile(r"^torch_(?P<pid>\d+)_\d+_\d+$")  # a shared tensor; pid of the process that created it
-_TORCH_SECONDS = 3600.0  # a shared tensor of a dead process may wait for its receiver, which then maps it
+_TORCH_SECONDS = 3600.0  # keep a dead process's shared tensors this long: a receiver may not have mapped them yet
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,13 @@ class Residue:
 def find_files_of_dead_processes(
     base: Path | None = None, ray: Path = Path("/tmp/ray"), shm: Path = Path("/dev/shm")
 ) -> list[Residue]:
-    """Return the files and directories that dead processes of this user left, oldest first. `base`: where processes
-    create their temporary directories; default TMPDIR."""
+    """Return the files and directories that dead processes of this user left, oldest first.
+
+    Args:
+        base: where penstock processes create their temporary directories; None: TMPDIR.
+        ray: where Ray creates its session folders.
+        shm: where shared memory is mounted.
+    """
     paths = [
         ("temporary directory", path)
         for path in scratch.abandoned_temp_directories(base or scratch.temp_base_directory())
@@ -240,8 +246,8 @@ def remove_residue(residue: Residue) -> bool:
 
 
 def _dead_ray_sessions(directory: Path) -> list[Path]:
-    """Return Ray's session folders whose driver (the pid in the folder's name) is dead and whose name is not on the
-    command line of any process."""
+    """Return Ray's session folders in a directory whose driver, the process with the pid in the folder's name, is dead,
+    and whose name is not on the command line of any process."""
     candidates = [
         path
         for path in _entries_of_this_user(directory)
@@ -254,8 +260,8 @@ def _dead_ray_sessions(directory: Path) -> list[Path]:
 
 
 def _unmapped_engine_files(shm: Path) -> list[Path]:
-    """Return files of engines and of trainers in shared memory that no process has mapped; none if that cannot be
-    determined."""
+    """Return the files of engines and trainers in shared memory that no process has mapped. Return [] if it cannot be
+    determined which files are mapped."""
     entries = _entries_of_this_user(shm)
     patterns = list(filter(None, (engine_backend(name).shared_memory for name in BACKENDS)))
     candidates = [path for path in entries if any(re.fullmatch(pattern, path.name) for pattern in patterns)]
@@ -277,7 +283,8 @@ def _entries_of_this_user(directory: Path) -> list[Path]:
 
 
 def mapped_paths() -> set[str] | None:
-    """Return the files that this user's processes map into memory; None if /proc hides those of a Python process."""
+    """Return the files that this user's processes map into memory; None if the files of a Python or engine process
+    cannot be read in /proc."""
     paths: set[str] = set()
     for process in _PROC.glob("[0-9]*"):
         try:

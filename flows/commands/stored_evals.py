@@ -1,4 +1,4 @@
-"""`penstock eval --compare` and `--rescore`: work on the stored samples of evaluations, without engines and flow.
+"""`penstock eval --compare` and `--rescore`: compare or grade again the stored samples of evaluations.
 
 stages/eval/ computes differences, intervals and scores; this file parses the requests and prints the tables.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.config import SECTIONS, PostTrainConfig, validate_config
 from penstock.flows.options import flags
-from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
+from penstock.flows.options.argv import check_run_name, flag_of_field, parse_integer, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.paths import with_function_names
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
@@ -23,15 +23,14 @@ from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards
 from penstock.storage.errors import DataError, OptionError, RunError
 from penstock.storage.store import Store
 
-USAGE = """penstock eval --compare A B [--store URI ...]
+COMPARE_USAGE = """penstock eval --compare A B [--store URI ...]
 
   A and B are RUN/VERSION, or RUN for its newest evaluated version: two versions of one run, or of two runs in the same
   store. For every data set that both were evaluated on, prints both mean rewards, their difference with its 95 %
   confidence interval (paired over the prompts), and on how many prompts B is better than A, worse, and equal.
   Evaluations that were scored again are data sets named <data set>@<hash>: score both in the same way before comparing
-  them. Fails if data sets of the same name have different rows.
-
-penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
+  them. Fails if data sets of the same name have different rows."""
+RESCORE_USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
 
   Grades the stored responses of a run's evaluations again and commits the result under
   <data set>@<hash>; existing commits do not change. Nothing is generated and no engine starts. Options that are not
@@ -40,24 +39,18 @@ penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--
   --version V       only this policy version
   --dataset NAME    only this data set
 
-  Scoring options, which replace the run's: --eval-rm-type (or --rm-type), --custom-rm-path, --rm-model-path, --rm-url,
-  --eval-reward-key (or --reward-key), --rm-evaluated-integers, --pass-threshold, --log-passrate, --reward-timeout,
-  --reward-start-timeout, --reward-workers, --allow-row-code.
-  They take precedence over the data sets of --eval-config. In the metadata of a row, custom_rm_path takes precedence
-  over --custom-rm-path and --eval-rm-type, and rm_type over --eval-rm-type."""
-
-
-def main(argv: list[str]) -> int:
-    """Run `penstock eval --compare` or `--rescore`. Return 0."""
-    rescores = any(argument.partition("=")[0] == "--rescore" for argument in argv)
-    return rescore_main(argv) if rescores else compare_main(argv)
+  Scoring options, which replace those of the run: --eval-rm-type (or --rm-type), --custom-rm-path, --rm-model-path,
+  --rm-url, --eval-reward-key (or --reward-key), --rm-evaluated-integers, --pass-threshold, --log-passrate,
+  --reward-timeout, --reward-start-timeout, --reward-workers, --allow-row-code. They take precedence over the data sets
+  of --eval-config. In the metadata of a row, custom_rm_path takes precedence over --custom-rm-path and --eval-rm-type,
+  and rm_type over --eval-rm-type."""
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
 def compare_main(argv: list[str]) -> int:
-    """Run the command. Return 0."""
+    """Run `penstock eval --compare`. Return 0."""
     positional, _, rest = split_args(argv, {"--compare": False})
     if len(positional) != 2:
         found = f"; found {short_repr(' '.join(positional))}" if positional else ""
@@ -90,8 +83,8 @@ def compare_main(argv: list[str]) -> int:
 
 
 def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str, dict[str, Commit]]:
-    """Return (`RUN/VERSION`, data set name -> commit of its evaluation) for `RUN/VERSION`, or for `RUN`, which means
-    its newest evaluated version."""
+    """Return (RUN/VERSION, data set -> commit of its evaluation) for the text RUN/VERSION, or RUN, which means the
+    newest evaluated version of the run. Raises RunError if there is no finished evaluation."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
@@ -120,7 +113,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
 # ---- scoring again ---------------------------------------------------------------------------------------------------
 
 
-_SCORING = {  # options that are accepted
+_SCORING = {  # the options that `penstock eval --rescore` accepts
     *("rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout", "reward_start_timeout"),
     *("reward_workers", "allow_row_code", "rm_evaluated_integers"),
     *("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
@@ -129,7 +122,7 @@ _SCORING = {  # options that are accepted
 
 
 def rescore_main(argv: list[str]) -> int:
-    """Run the command. Return 0."""
+    """Run `penstock eval --rescore`. Return 0."""
     positional, own, rest = split_args(argv, {"--rescore": True, "--version": True, "--dataset": True})
     if positional:
         raise OptionError(
@@ -142,7 +135,7 @@ def rescore_main(argv: list[str]) -> int:
     rows = []
     for version, name in select_evaluations(store, keys, own.get("--version"), own.get("--dataset")):
         old = store.committed(keys.eval_prefix(version, name))
-        assert old is not None, "`select_evaluations` returns committed ones"
+        assert old is not None, "`select_evaluations` returns only committed evaluations"
         new = rescore_evaluation(store, keys, config, given, version, name)
         task = next(iter(eval_rewards(new)))
         at_1 = f"eval/{task}-pass@1"
@@ -155,7 +148,8 @@ def rescore_main(argv: list[str]) -> int:
 
 
 def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
-    """Return the config given on the command line, which may have only options that affect scoring."""
+    """Return the options of the command line as a config. Raises OptionError for an option that does not affect
+    scoring."""
     values = flags.parse_values(argv)
     for section, entries in values.items():
         if other := next((name for name in entries if name not in _SCORING), None):
@@ -172,7 +166,8 @@ def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
 
 
 def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_set: str | None) -> list[tuple[int, str]]:
-    """Return a run's evaluations as (policy version, data set), except rescored ones."""
+    """Return the evaluations of a run as (policy version, data set), except results of an earlier --rescore. If
+    `version` or `data_set` is not None, return only those that match. Raises RunError if none does."""
     if version is not None:
         version = str(parse_integer("--version", version))
     suffix = commit_key("")
@@ -195,8 +190,8 @@ def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_se
 def merge_scoring_settings(
     run_config: PostTrainConfig, given_config: PostTrainConfig, data_set: str
 ) -> tuple[Scoring, Any]:
-    """Return the scoring settings of a data set, and the rollout config for `make_grader`: the values of the run,
-    replaced by the scoring options of the command line (`given_config`)."""
+    """Return how to score a data set: the scoring settings, and the rollout config for `make_grader`. They have the
+    options of the run, replaced by the scoring options of the command line (`given_config`)."""
     evals, options = run_config.eval, given_config.rollout
     rollout = run_config.rollout_with_args.model_copy(
         update=evals.rollout_overrides(dict(evals.data_sets).get(data_set, ""), data_set)

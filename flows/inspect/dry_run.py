@@ -1,8 +1,8 @@
 """`penstock train --dry-run` (also sft, eval, resume): check a run and print its plan, without starting or
 writing anything.
 
-Checks that need a file which does not exist on this machine are left out. The last line names these files, or says that
-the run is ready.
+If files of the run do not exist on this machine, the checks that need them are left out. The last line names these
+files, or says that the run is ready.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.flows.config import (
 from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
 from penstock.flows.inspect.plan import print_plan
 from penstock.flows.options.adapters import with_adapters
-from penstock.flows.options.argv import format_bytes, short_repr
+from penstock.flows.options.argv import flag_of_field, format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
@@ -65,19 +65,19 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4  # id, mask, log-probs of engine and trainer, advantage; before compression
 BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
 MOMENTS_AND_MAIN_WEIGHT = {"bf16": 12, "fp32": 8}  # bytes per parameter: Adam's moments, with bf16 also fp32 weights
-MAX_ERROR = 50  # characters of the error of a test response, which a warning below shows as a whole
-MAX_PROMPT = 400  # characters of the first prompt
+MAX_ERROR = 50  # printed characters of the error of a test response; a warning below the plan has the whole error
+MAX_PROMPT = 400  # printed characters of the first prompt
 Row = tuple[str, str]
 
 
 def dry_run(name: str, config: PostTrainConfig) -> int:
-    """Check a config for a flow that has a run, print the plan, and return 0. A run that would be refused is refused
-    with the same error."""
+    """Check a config for the flow `name`, print the plan of the run, and return 0. A config that the flow itself would
+    refuse raises the same error here."""
     flow, missing = Flow(name), list(missing_files(config))
     try:
         check_trackers(config.run)
         check_secrets(config)
-    except OptionError as error:  # an API key or a package that only the machine of the run needs
+    except OptionError as error:  # an API key or a package is missing, which only the machine of the run needs
         missing.append(("the trackers:", str(error)))
         trackers = {"use_wandb": False, "use_tensorboard": False, "wandb_key": None, "wandb_host": None}
         config = config.model_copy(update={"run": config.run.model_copy(update=trackers)})
@@ -86,7 +86,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
     try:
         store = open_store(config.run, probe=False)
         plan = resolve(flow, config, store, counts_rows=counts_rows)
-    except StoreError as error:  # a bucket that only the machine of the run can read: the run counts as new
+    except StoreError as error:  # perhaps only the machine of the run can read the bucket: treat the run as new
         missing.append(("the store:", str(error)))
         store = Store("memory://", probe=False)
         plan = resolve(flow, config, store, counts_rows=counts_rows)
@@ -114,7 +114,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
     warnings += config_warnings(plan) if shape is not None else options_without_partner(config)
     for warning in warnings:
         print(f"warning: {warning}")
-    absent = [flag + f" {path}" + " does not exist here" * flag.startswith("--") for flag, path in missing]
+    absent = [f"{flag} {text}" + (" does not exist here" if flag.startswith("--") else "") for flag, text in missing]
     if absent:
         print(f"not ready here: {'; '.join(absent)}; everything else was checked")
     else:
@@ -125,7 +125,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collect the warnings that checks log during the block, to be printed below the plan like the others."""
+    """Yield a list to which the warnings that checks log during the block are added."""
     texts, logger = list[str](), logging.getLogger("penstock")
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -139,8 +139,8 @@ def collected_warnings() -> Iterator[list[str]]:
 def example_rows(
     flow: Flow, config: PostTrainConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
 ) -> Iterator[Row]:
-    """Yield the first prompt of training or, without training, of the first evaluation, and the rewards of test
-    responses; or the first conversation of demonstrations."""
+    """Yield rows with the first prompt of training (without training: of the first evaluation) and the rewards of test
+    responses, or with the first conversation of demonstrations. `tried`: test response -> outcome of the reward."""
     rollout = config.rollout
     if not (flow.trains and rollout.prompt_data):
         if not config.eval.data_sets:
@@ -180,7 +180,8 @@ def check_model(flow: Flow, config: Plan) -> ModelShape:
         draft_is_missing = any(path == draft for _, path in missing_files(config))
         if flow.has_rollouts:
             with_adapters(options, config, config.parent)
-        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
+        # The check reads the draft model, or looks for multi-token prediction layers in the weights.
+        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):
             engine_backend(options.engine).check_options(options)
     check_lengths(flow, config, shape)
     if has_weights(config):
@@ -194,8 +195,8 @@ def has_weights(config: PostTrainConfig) -> bool:
 
 
 def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield (flag, path) of every local input of a run that does not exist on this machine. Refuse names on the Hugging
-    Face hub."""
+    """Yield (flag, path) of every local input of a run that does not exist on this machine. Raises an InputError for a
+    path that is the name of a model on the Hugging Face hub."""
     model = config.convert.hf_checkpoint
     if model and not model.startswith(CHAMPION) and not has_weights(config):
         check_not_hub_id("--hf-checkpoint", model)
@@ -210,7 +211,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     for section, name, _ in list_options():
         value = option_value(config, section, name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
-            paths.append((f"--{name.replace('_', '-')}", value.partition(".py")[0] + ".py"))
+            paths.append((flag_of_field(name), value.partition(".py")[0] + ".py"))
     for flag, path in paths:
         pattern = Path(path).expanduser()
         if path and "://" not in path and not pattern.exists() and not any(pattern.parent.glob(pattern.name)):
@@ -219,7 +220,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def missing_gpus(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what this machine lacks for the engines of a plan, as (what needs it, message)."""
+    """Yield ("the engines:", message) if this machine lacks the hardware for the engines of a plan."""
     if plan.flow.generates and not plan.run.debug_train_only:
         try:
             check_engine_hardware(plan, engine_options(plan))
@@ -231,7 +232,7 @@ def missing_gpus(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def plan_rows(flow: Flow, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
-    """Yield the rows of the plan: rounds, batches, placement, bytes, evaluations."""
+    """Yield the rows of the plan: model, rounds, batches, engines, sizes of weights and samples, evaluations."""
     run, train = config.run, config.train
     yield "run", f"{run.run} in {run.store}"
     if shape is not None:
@@ -296,7 +297,7 @@ def training_rows(config: PostTrainConfig) -> Iterator[Row]:
 
 
 def describe_engines(config: PostTrainConfig) -> str:
-    """Return number, size and place of the engines."""
+    """Return the number of engines, the GPUs of each, and whether they share the trainer's GPUs, as text."""
     rollout, options = config.rollout, engine_options(config)
     if options.external:
         return f"{len(rollout.rollout_external_engine_addrs)} external"
@@ -307,7 +308,7 @@ def describe_engines(config: PostTrainConfig) -> str:
 
 
 def describe_weights(config: PostTrainConfig) -> str:
-    """Return the format of the weights that the engines serve, as found in the files of --hf-checkpoint."""
+    """Return the format of the weights in the files of --hf-checkpoint, and how engines quantize them, as text."""
     path = Path(config.convert.hf_checkpoint).expanduser()
     dtypes = Counter[str]()
     for tensor in stored_tensors(path, weight_files(path)).values():
@@ -319,11 +320,11 @@ def describe_weights(config: PostTrainConfig) -> str:
 
 
 def option_rows(config: Plan) -> Iterator[Row]:
-    """Yield the given options that differ from their defaults."""
+    """Yield a row for each option that the user gave and that differs from its default, except secrets."""
     title = "options"
     for section, name, field in list_options():
         value = option_value(config, section, name)
         is_default = value == field.get_default(call_default_factory=True)
         if name in entries_of(config.given, section) and not is_default and not field_meta(field).secret:
-            yield title, f"--{name.replace('_', '-')} {short_repr(value)}"
+            yield title, f"{flag_of_field(name)} {short_repr(value)}"
             title = ""

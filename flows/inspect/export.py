@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.engines.families import read_shape
 from penstock.flows import convert
 from penstock.flows.options import flags
-from penstock.flows.options.argv import check_run_name, format_bytes, split_args
+from penstock.flows.options.argv import check_run_name, format_bytes, short_repr, split_args
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
@@ -26,13 +26,13 @@ USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code of the conversion."""
+    """Run `penstock export`. Return the exit code of the conversion."""
     positional, own, rest = split_args(argv, {"--format": True, "--output": True})
     if len(positional) != 1 or "--output" not in own:
         raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
     form = own.get("--format", "hf")
     if form not in ("hf", "megatron", "peft"):
-        raise OptionError(f"--format takes hf, megatron or peft; found {form[:80]!r}")
+        raise OptionError(f"--format takes hf, megatron or peft; found {short_repr(form)}")
     if form == "peft":
         return export_adapters(positional[0], own["--output"], rest)
     run, slash, version = positional[0].partition("/")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.families import read_shape
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.megatron.memory_plan import RUNTIME
+from penstock.engines.training import GIB
 from penstock.flows.config import Flow, PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import (
-    GIB,
     GpuPlan,
     check_engine_gpus,
     check_layout,
@@ -38,7 +38,7 @@ Row = tuple[str, str, str]
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock doctor --plan`. Return 0 if the run fits, 1 if not."""
+    """Run `penstock doctor --plan`. Return 0 if the run fits the memory of the GPUs, 1 if not."""
     positional, own, rest = split_args(argv, FLAGS)
     if positional:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
@@ -94,8 +94,8 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
 
 
 def plan_fits(plan: GpuPlan) -> bool:
-    """Return whether the run fits: the peak memory fits a GPU, and the weights of engine and teacher fit the engine's
-    share of the GPU."""
+    """Return whether the run fits: its peak memory fits a GPU, and the weights of the engine and of the teacher's
+    engine fit the share of a GPU that each has."""
     too_large = any(engine and engine.weight_bytes >= engine.static_bytes for engine in (plan.engine, plan.teacher))
     return plan.peak_bytes <= plan.gpu_bytes and not too_large
 
@@ -144,6 +144,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
 
 
 def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
+    """Return the rows of the trainer in the table of `print_plan`: what, GiB, details."""
     train = config.train
     sizes = (
         f"{train.num_ranks} GPUs: tensor {train.tensor_model_parallel_size} x pipeline "

@@ -1,5 +1,5 @@
-"""`penstock samples RUN`: read samples in the terminal, and compare the responses to one prompt over rounds or
-evaluated versions. Writes nothing."""
+"""`penstock samples RUN`: print samples, or compare the responses to one prompt over rounds or evaluated policy
+versions. Writes nothing to the store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Request:
     data_set: str | None  # None: samples of training rounds
     numbers: tuple[int, ...] | None  # rounds, or policy versions of evaluations; None: not given
     prompt: str | None
-    choose: Callable[[list[Sample]], list[Sample]]  # by --status, --grep, --worst, --best and --limit
+    choose: Callable[[list[Sample]], list[Sample]]  # applies --status, --grep, --worst, --best and --limit
     as_json: bool
 
     @property
@@ -61,7 +61,7 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0."""
+    """Run `penstock samples`. Return 0."""
     positional, own, rest = split_args(argv, _OWN)
     request = parse_request(parse_run_argument("samples", positional), own)
     store = open_store(parse_store_options(rest, "samples"), probe=False)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_request(run: str, own: dict[str, str]) -> Request:
-    """Parse the command's own options."""
+    """Parse the command's own options (flag -> value). Raises OptionError."""
     for a, b in (("--round", "--rounds"), ("--worst", "--best"), ("--eval", "--round"), ("--eval", "--rounds")):
         if a in own and b in own:
             raise OptionError(f"{a} and {b} cannot be combined: give one of them")
@@ -110,7 +110,8 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
 
 
 def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, list[Sample]]:
-    """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out."""
+    """Return the requested samples: round, or policy version of an evaluation -> samples. Rounds without a requested
+    sample are left out. Raises RunError if there are no requested samples at all."""
     numbers = request.numbers
     if numbers is None:
         committed = _committed_numbers(store, keys, request.data_set)
@@ -132,7 +133,8 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
 
 
 def prompt_of(sample: Sample) -> tuple[int, int] | str:
-    """Return what identifies a sample's prompt over rounds and epochs: file and row, or its text if it has no row."""
+    """Return what identifies a sample's prompt over rounds and epochs: (number of its file, row), or its text if it
+    does not come from a file."""
     source = sample.metadata.get("source")
     return (source["file"], source["row"]) if isinstance(source, dict) and "row" in source else sample.prompt
 
@@ -140,7 +142,8 @@ def prompt_of(sample: Sample) -> tuple[int, int] | str:
 def find_prompt(
     store: Store, keys: RunKeys, request: Request, rounds: dict[int, list[Sample]]
 ) -> tuple[int, int] | str:
-    """Return the prompt that --prompt names: a row, or the id of a sample or group of any round."""
+    """Return the prompt that --prompt names, in the form of `prompt_of`. --prompt is a row, or the id of a sample or
+    group. The id is searched for in `rounds` first, then in the other rounds of the run."""
     wanted = request.prompt or ""
     if row := re.fullmatch(r"(?:(\d+):)?(\d{1,8})", wanted):
         return int(row[1] or 0), int(row[2])

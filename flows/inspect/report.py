@@ -1,8 +1,8 @@
 """`penstock report RUN`: one HTML page about a run, with curves, time line, samples and configuration. Changes nothing
 in the store.
 
-storage/report/ collects the data and builds the page; this file parses the request, adds what only flows and stages
-know (defaults of options, the comparison of evaluations, the tokenizer), and writes the file.
+storage/report/ collects the data and builds the page. This file parses the request, adds what the storage layer cannot
+import (defaults of options, the comparison of evaluations, the tokenizer), and writes the file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ USAGE = f"""penstock report RUN [--output FILE] [--max-samples N] [--store URI .
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0."""
+    """Run `penstock report`. Return 0."""
     positional, own, rest = split_args(argv, {"--output": True, "--max-samples": True})
     run = parse_run_argument("report", positional)
     max_samples = parse_integer("--max-samples", own.get("--max-samples", str(DEFAULT_MAX_SAMPLES)))
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     store = open_store(parse_store_options(rest, "report"), probe=False)
     start = time.monotonic()
     page = make_report(store, run, max_samples).encode("utf-8")
-    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")  # a reader never sees half a report
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")  # renamed when complete
     try:
         temporary.write_bytes(page)
         temporary.replace(output)
@@ -76,7 +76,8 @@ def is_other_file(path: Path) -> bool:
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
-    """Return the HTML of a run's report."""
+    """Return the HTML of a run's report, with at most `max_samples` samples. Raises RunError if there is no such
+    run."""
     keys = RunKeys(run)
     record = read_run_record(store, keys)
     if record is None:
@@ -97,10 +98,8 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
 
 
 def option_rows(config: dict[str, Any]) -> list[OptionRow]:
-    """Return all options of a recorded config with their values and defaults, in the order of `list_options`.
-
-    The default is the value in a run for which only name and model are given: some defaults are derived from others.
-    """
+    """Return all options of a recorded config with their values and defaults, in the order of `list_options`. Defaults
+    that are derived from other options are those of a run for which no options are given."""
     minimal = derive(validate_config({})).model_dump(mode="json")
     rows = []
     for section, name, field in list_options():
@@ -124,12 +123,12 @@ def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, 
 def read_token_texts(
     store: Store, record: RunRecord, commits: Sequence[Commit], token_ids: Sequence[int]
 ) -> dict[int, str]:
-    """Return the texts of tokens (id -> text), which shards do not contain, from the tokenizer of the newest export or
-    of the run's model; {} without a tokenizer."""
+    """Return the texts of tokens: id -> text. Shards contain only ids, so the texts come from the tokenizer of the
+    run's newest export or of its model. Return {} if there is no tokenizer file."""
     exports = [commit for commit in commits if commit.kind == "export"]
     for commit in exports[-1:]:
         if f"{commit.attempt}/tokenizer.json" in [file.path for file in commit.files]:
-            with suppress(StoreError):  # an export may have been moved; the model has the same tokenizer
+            with suppress(StoreError):  # if the export's files are gone, the tokenizer of the model is used, its equal
                 with store.reading(commit, only=["tokenizer.json"]) as directory:
                     return decode_tokens(directory / "tokenizer.json", token_ids)
     model = record.config.get("convert", {}).get("hf_checkpoint")
@@ -138,7 +137,8 @@ def read_token_texts(
 
 
 def decode_tokens(path: Path, token_ids: Sequence[int]) -> dict[int, str]:
-    """Return id -> text for ids with a text of their own; tokens that are single bytes of a character have none."""
+    """Return id -> text of the tokens, from the tokenizer file `path`. A token that is only a part of a character's
+    bytes has no text and is left out."""
     from tokenizers import Tokenizer
 
     try:

@@ -43,7 +43,7 @@ from penstock.storage.web.login import HOST, live_link, ports_with_login
 
 RUNS_USAGE = """penstock runs [--store URI ...]
 
-  Lists runs: rounds, rewards, checkpoints, evaluations. Without --store, those of all stores below the working
+  Lists runs: rounds, rewards, checkpoints, evaluations. Without --store, lists the runs of all stores below the working
   directory (three levels), and of the store that contains it. Changes nothing."""
 
 
@@ -81,7 +81,8 @@ def print_runs(run_config: RunConfig) -> None:
 
 
 def row_of_run(store: Store, keys: RunKeys) -> list[str]:
-    """Return the cells of a run's row in the table; no cells if the run has neither a record nor commits."""
+    """Return the cells of a run's row in the table; [] if the run has neither a record nor commits. Raises RunError if
+    it has commits but no record."""
     if is_removed(store, keys):
         return [keys.run, "removed"]
     record = read_run_record(store, keys)
@@ -167,13 +168,14 @@ def print_run(store: Store, keys: RunKeys) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """The numbers of a curve, and texts about them, the longest first."""
+    """The numbers of a curve, and texts that describe them, the longest first."""
 
     numbers: Sequence[float]
     texts: Sequence[str]
 
     def fit(self, width: int) -> Text:
-        """Return the curve and the first text that fits beside it, at most `width` columns wide if one does."""
+        """Return the curve and beside it the longest text that fits into `width` columns, or the shortest if none
+        does."""
         least = min(len(self.numbers), MIN_CURVE)
         text = next((text for text in self.texts if least + 2 + len(text) <= width), self.texts[-1])
         size = max(least, min(MAX_CURVE, width - 2 - len(text)))
@@ -182,9 +184,8 @@ class Curve:
 
 def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -> dict[str, Curve]:
     """Return a curve for each number in the printed line of a round (docs/metrics.md) that is not constant, and one for
-    the seconds of weight update, rollout and training: label -> curve, first and last number. From 20 rounds on, each
-    is the moving average over a tenth of the rounds. `update_seconds`: round -> seconds of the weight update after it,
-    which the next round's time includes."""
+    the duration of a round: label -> curve. From 20 rounds on, a curve is the moving average over a tenth of the
+    rounds. `update_seconds`: round -> seconds of the weight update after it, which count as time of the next round."""
     numbers: dict[int, dict[str, float]] = {}
     for commit in sorted(commits, key=lambda commit: commit.index):
         if commit.kind in ("rollout", "step"):
@@ -209,8 +210,8 @@ def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -
 
 
 def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
-    """Return the rewards of the evaluations, then of the rescored ones: kind and data set -> curve, and number by
-    policy version."""
+    """Return the curves of the rewards over the policy versions, first of the evaluations, then of evaluations that
+    were scored again: "eval DATA_SET" or "rescore DATA_SET" -> curve."""
     scores: dict[tuple[str, str], list[Commit]] = {}
     for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: (c.listed_kind, c.index)):
         for name in eval_rewards(commit):
@@ -227,8 +228,8 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
 
 
 def link_of_start(start: Start) -> str:
-    """Return a link to the Prefect page of a start: on the server that the start used or, if that server has ended, on
-    another server of this user that shows the flow run; "" if there is none."""
+    """Return a link to the Prefect page of a start of the run: on the server that it used or, if that server does not
+    answer, on another server of this user that has the flow run; "" if there is none."""
     origin, _, flow_run = start.flow_run.rpartition("/runs/flow-run/")
     flow_run = flow_run if origin else start.flow_run
     own = [f"http://{HOST}:{port}" for port in ports_with_login()]
@@ -237,7 +238,8 @@ def link_of_start(start: Start) -> str:
 
 
 def start_lines(starts: Sequence[tuple[Start, StartEnd | None]], is_running: bool) -> list[str]:
-    """Return a line for each of the newest starts: time, host, duration, how it ended, page if its server answers."""
+    """Return a line for each of the newest starts of a run: time, host, how it ended and after how long, and a link to
+    its Prefect page if a server answers. `is_running`: whether the run has a live driver."""
     lines = [f"{len(starts) - _MAX_STARTS} earlier starts"] if len(starts) > _MAX_STARTS else []
     for number, (start, end) in enumerate(starts[-_MAX_STARTS:], max(len(starts) - _MAX_STARTS, 0)):
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(start.at))
@@ -297,7 +299,7 @@ def cost_main(argv: list[str]) -> int:
 
 
 def print_stages(costs: RunCosts, price: float | None) -> None:
-    """Print device-seconds by devices and stage, and the totals."""
+    """Print device-seconds by devices and stage, and the totals; with a `price` of one device-hour also the costs."""
     rows = []
     for devices, stages in costs.device_seconds.items():
         total = sum(stages.values())
@@ -316,7 +318,7 @@ def print_stages(costs: RunCosts, price: float | None) -> None:
         print(f"{costs.kept_samples:,} samples trained, {per_sample:.4f} device-seconds each")
     for version, seconds in costs.checkpoints.items():
         energy = f", {costs.checkpoint_joules[version]:,.0f} J" if version in costs.checkpoint_joules else ""
-        print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the previous one")
+        print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the previous checkpoint")
     if costs.joules:
         of_stages = ", ".join(f"{stage} {joules:,.0f} J" for stage, joules in costs.joules.items())
         each = f", {metrics['usage/joules_per_kept_sample']:,.1f} J per sample" if costs.kept_samples else ""

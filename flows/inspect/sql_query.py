@@ -48,7 +48,7 @@ _BATCH = 1024  # rows fetched at once
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0."""
+    """Run `penstock query`. Return 0."""
     positional, own, rest = split_args(argv, {"--file": True, "--format": True, "--limit": True})
     runs, store_argv = split_runs(rest)
     output_format = own.get("--format", "table")
@@ -85,20 +85,21 @@ def main(argv: list[str]) -> int:
 
 
 def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of --run, and all other arguments."""
+    """Return the values of --run, which may be repeated, and all other arguments."""
     runs: list[str] = []
     others: list[str] = []
     for name, values in split_flags(argv):
         if name != "--run":
             others += [name, *values]
-        elif not values:
+        elif values:
+            runs += values
+        else:
             raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
-        runs += values if name == "--run" else []
     return runs, others
 
 
 def read_sql(positional: Sequence[str], file: str | None) -> str | None:
-    """Return the SQL of the command line, of a file or of standard input. None if none is given."""
+    """Return the SQL from the command line, from `file` or, for `-`, from standard input; None if no SQL is given."""
     if len(positional) + (file is not None) > 1:
         raise OptionError("penstock query takes one SQL text, in quotes, or --file; found several: pass one of them")
     if file is None and not positional:
@@ -116,8 +117,8 @@ def read_sql(positional: Sequence[str], file: str | None) -> str | None:
 
 
 def aggregates_without_run(connection: duckdb.DuckDBPyConnection, sql: str) -> bool:
-    """Return whether the SQL aggregates over a view that has the column `run` (except the view `runs`) without naming
-    that column."""
+    """Return whether the SQL calls an aggregate function over a view other than `runs` and does not contain the word
+    `run`: the result probably mixes several runs."""
     sql = re.sub(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", " ", sql, flags=re.S).lower()
     aggregates = "select distinct function_name from duckdb_functions() where function_type = 'aggregate'"
     calls = {name for (name,) in connection.cursor().execute(aggregates).fetchall()} & set(
@@ -127,6 +128,7 @@ def aggregates_without_run(connection: duckdb.DuckDBPyConnection, sql: str) -> b
 
 
 def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
+    """Yield the rows of a result, fetched in batches. Raises the error of `sql_error` if the query fails meanwhile."""
     import duckdb
 
     try:
@@ -154,7 +156,7 @@ def write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
 
 
 def format_cell(value: Any) -> str:
-    """Return a value as text of at most _TABLE_CELL columns, without control characters."""
+    """Return a value as text that is at most _TABLE_CELL characters wide and has no control characters."""
     if isinstance(value, (float, Decimal)):
         return f"{value:.6g}"
     text = escape_controls(_to_text(value)).replace("\n", "\\n").replace("\t", "\\t")
@@ -162,14 +164,14 @@ def format_cell(value: Any) -> str:
 
 
 def write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
-    out = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # a file gets the values as they are
+    out = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # not escaped in a file or pipe
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows([_to_text(value) for value in row] for row in rows)
 
 
 def _to_text(value: Any) -> str:
-    """Return a value as text: nothing for NULL, JSON for lists, maps, structs and bytes."""
+    """Return a value as text: an empty text for NULL, JSON for lists, maps, structs and bytes."""
     if isinstance(value, (list, tuple, dict, bytes)):
         return _to_json(value)
     return "" if value is None else str(value)

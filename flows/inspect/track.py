@@ -1,4 +1,4 @@
-"""`penstock report RUN --to TRACKER`: send a run's commits to a tracker again, from the store alone."""
+"""`penstock report RUN --to TRACKER`: send the commits of runs to a tracker again. All data is read from the store."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import flag_of_field, validate_config
+from penstock.flows.config import validate_config
 from penstock.flows.options.addresses import MLFLOW, check_url
-from penstock.flows.options.argv import check_run_name, split_args
+from penstock.flows.options.argv import check_run_name, flag_of_field, split_args
 from penstock.flows.options.flags import parse_store_options, parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import config_history, open_store, read_existing_record
@@ -34,8 +34,8 @@ from penstock.storage.web.login import page_link
 
 USAGE = """penstock report RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
 
-  Sends the commits of runs to a tracker again, from the store alone: after a tracker's database was lost, or to another
-  server. The command can be repeated. Changes nothing in the store, except files of a tracker if they are in the store.
+  Sends the commits of runs to a tracker again, for instance after its database was lost, or to another server. All data
+  is read from the store. The command can be repeated. Changes nothing in the store, except a tracker's own files there.
   Metrics that are not in commits (waiting times, queue depth) cannot be restored.
 
   --to TRACKER         mlflow, tensorboard or wandb
@@ -50,9 +50,9 @@ _MAX_SHOWN = 5  # refused records that are printed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the tracker refused records."""
+    """Run `penstock report --to`. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
-    to = own["--to"]  # without it, `penstock report` writes a page
+    to = own["--to"]  # always given: without --to, `penstock report` runs another command
     if to not in TRACKERS:
         raise OptionError(f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}")
     if "--tracking-uri" in own and to != "mlflow":
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
-    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records."""
+    """Send a run's commits to the tracker `to`, with the tracker's options `given` on the command line, and print what
+    was sent. Return the number of records that the tracker refused."""
     record = read_existing_record(store, keys)
     if to == "wandb" and (drivers := describe_live_drivers(store, keys)):
         raise RunError(
@@ -101,7 +102,7 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
 
 
 def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
-    """Return the names of the runs to send, the oldest first, so that a tracker receives a run before its forks."""
+    """Return the names of the runs to send, the oldest first, so that a tracker gets a run before its forks."""
     if all_runs == bool(names):
         raise OptionError("penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them")
     runs = [check_run_name(name) for name in names]
@@ -117,7 +118,7 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
     """Return the URI of the tracker `to`, from the options in the run's record and those on the command line."""
     recorded = record.config.get("run", {})
     values = {name: recorded[name] for name in TrackerOptions.model_fields if name in recorded} | given
-    # switches that make all options valid
+    # With the switches of all trackers, none of the trackers' options is refused.
     values |= {name: True for name in TrackerOptions.model_fields if name.startswith("use_")}
     run = with_absolute_paths(validate_config({"run": values})).run
     if to == "mlflow":
@@ -130,8 +131,8 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
 
 
 def _records_of_run(store: Store, keys: RunKeys, record: RunRecord) -> list[Record]:
-    """Return the records of a run: its configs, its commits, its costs at the end of each start, its report and, unless
-    a process drives it, its end."""
+    """Return the tracker records of a run: the config of each of its starts, its commits, its costs at the end of each
+    start, its report and, unless a driver is alive, its end."""
     commits = read_committed(store, keys)
     starts: list[Record] = []
     rounds = 0

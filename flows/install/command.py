@@ -1,11 +1,11 @@
 """`penstock setup`: install in the active environment what the wheel of Penstock cannot install by itself.
 
 A wheel can declare neither the order of installation nor packages to install without their dependencies. A machine
-without CUDA needs both: torch comes first and alone (its CPU wheel), then everything with ordinary dependencies, then
-the packages whose pins would pull CUDA builds, without dependencies. torchvision must not be in site-packages (the
-registry's wheel is a CUDA build whose operators break every model import of transformers): it gets a folder of its own
-that only SGLang's server has on its path. Each step first checks which packages are installed, so the command continues
-where an interrupted one stopped. pip downloads the packages and retries.
+without CUDA needs both. torch is installed first and alone, from its CPU wheel, and then everything with ordinary
+dependencies. Last come packages whose dependencies include CUDA builds; these are installed without dependencies.
+torchvision must not be in site-packages, because its wheel from the package index is a CUDA build whose operators break
+every model import of transformers. It gets a folder of its own that only SGLang's server has on its path. Each step
+first checks which packages are installed, so the command continues where an interrupted one stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ PIP_SETTINGS = {  # used unless the user has set them
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if --check finds something missing."""
+    """Run `penstock setup`. Return 0, or 1 if --check finds that something is missing."""
     positional, own, rest = split_args(argv, FLAGS)
     if unknown := positional + rest:
         raise OptionError(f"penstock setup does not take {short_repr(unknown[0])}: see penstock setup --help")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 
 
 def install(steps: list[Step], log: Path) -> None:
-    """Run the steps that are not done, and check at the end that no later step has undone an earlier one."""
+    """Run the steps that are not done, and check at the end that no step has replaced packages of an earlier step."""
     for step in steps:
         if not step.missing():
             print(f"  done before  {step.name}", flush=True)
@@ -126,7 +126,7 @@ def print_missing(steps: list[Step]) -> int:
 
 
 def parse_extras(text: str, source: Path | None) -> list[str]:
-    """Return the extras named in --with."""
+    """Return the extras that the value `text` of --with names. Raises OptionError for an unknown name."""
     try:
         known = declared(source)[1]
     except PackageNotFoundError as error:
@@ -157,7 +157,7 @@ class Step:
 
     name: str
     missing: Callable[[], list[str]]  # lines about the packages that the step has to install; [] if it is done
-    arguments: tuple[str, ...]  # of `pip install`
+    arguments: tuple[str, ...]  # arguments of `pip install`
 
 
 def installation_steps(kind: str, extras: Sequence[str], source: Path | None, torch_index: str | None) -> list[Step]:
@@ -165,7 +165,7 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
 
     Args:
         source: a checkout to install in editable mode; None keeps the installed wheel.
-        torch_index: URL of the package index for torch and torchvision; None: pip's.
+        torch_index: URL of the package index for torch and torchvision; None: pip's default index.
     """
     lock = lock_file(kind)
     if not lock.exists():
@@ -181,7 +181,7 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
     pins = read_lock(lock)
 
     def missing_project() -> list[str]:
-        # Not on the whole import path: a checkout may have metadata of an earlier build.
+        # Only site-packages is searched: a checkout on the import path may have metadata of an earlier build.
         installed = source is None or find_distribution(PROJECT, Path(sysconfig.get_path("purelib"))) is not None
         return ([] if installed else [f"{PROJECT}: not installed"]) + missing_requirements(names, source, pins)
 
@@ -223,7 +223,8 @@ def sglang_site() -> Path:
 
 
 def missing_torch(kind: str) -> list[str]:
-    """Return what is wrong with the installed torch: missing, another version, or a build for the other kind."""
+    """Return a line that says what is wrong with torch (missing, another version, or a build for the other `kind`); an
+    empty list if nothing is."""
     if problems := _problems({"torch": f"=={TORCH}"}):
         return problems
     found = version("torch")
@@ -240,8 +241,8 @@ def _problems(specifiers: dict[str, str]) -> list[str]:
 
 
 def run_step(step: Step, log: Path) -> None:
-    """Run a step with pip, and check that it has installed everything. Packages that an interrupted installation left
-    in part are installed again."""
+    """Run a step with pip, and check that it has installed everything. Packages of which an interrupted installation
+    has written only some files are installed again first."""
     partly = [line.partition(":")[0] for line in step.missing() if "installed in part" in line]
     if partly and "--target" not in step.arguments:
         pinned = [f"{name}=={version(name)}" for name in partly]
@@ -278,14 +279,14 @@ def run_pip(arguments: Sequence[str], log: Path) -> None:
 
 
 def _printed_lines(log: Path, start: int) -> list[str]:
-    """Return the lines of a log from a position on that are not empty, at least one."""
+    """Return the lines of a log after position `start` that are not empty; ["no output"] if there are none."""
     lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()] or ["no output"]
 
 
 # ---- what is installed -----------------------------------------------------------------------------------------------
 #
-# This works in an environment that has pip but none of Penstock's dependencies.
+# These functions work in an environment that has pip but none of Penstock's dependencies.
 
 
 def lock_file(kind: str) -> Path:
@@ -308,7 +309,8 @@ def checkout() -> Path | None:
 
 
 def declared(source: Path | None) -> tuple[list[str], dict[str, list[str]]]:
-    """Return Penstock's requirements and those of its extras, as text."""
+    """Return Penstock's requirements, and extra -> requirements of the extra. They are read from the checkout `source`
+    or, if it is None, from the installed wheel."""
     if source is not None:
         project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         return project["dependencies"], project["optional-dependencies"]
@@ -323,8 +325,9 @@ def declared(source: Path | None) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mapping[str, str]) -> list[str]:
-    """Return one line for each package that Penstock with `extras` needs, directly or not, and that is not installed,
-    installed in part, or in another version than required or pinned."""
+    """Return one line for each package that Penstock with `extras` needs, directly or as a dependency, and that is not
+    installed, is installed only in part, or has another version than required or pinned (`pins`: package ->
+    version)."""
     base, of_extra = declared(source)
     lines: dict[str, str] = {}
     visited: set[tuple[str, str]] = set()
@@ -364,13 +367,13 @@ def installation_problem(name: str, specifier: str, pin: str | None = None) -> s
 
 
 def find_distribution(name: str, folder: Path | None = None) -> Distribution | None:
-    """Return the installed package `name`, in `folder` or on the import path; None if it is not there."""
+    """Return the installed package `name`, looked up in `folder` (None: on the import path); None if there is none."""
     path = sys.path if folder is None else [str(folder)]
     return next(iter(Distribution.discover(name=name, path=path)), None)
 
 
 def is_partly_installed(installed: Distribution) -> bool:
-    """Return whether the installation of a package was killed: installers write the file INSTALLER after all others."""
+    """Return whether the installation of a package was interrupted. An installer writes the file INSTALLER last."""
     return installed.read_text("INSTALLER") is None
 
 
@@ -381,7 +384,7 @@ def normalize(name: str) -> str:
 
 @functools.cache
 def _requirement(text: str) -> Any:
-    """Parse a requirement with `packaging`; a new virtual environment only has pip's copy of it."""
+    """Parse a requirement with `packaging`, or with the copy of it in pip, which a new virtual environment has."""
     try:
         from packaging.requirements import Requirement
     except ImportError:

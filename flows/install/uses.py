@@ -1,5 +1,5 @@
-"""What each planned use of Penstock still needs on this machine: the demo, a run on one GPU, on several nodes, with a
-store in S3, with an MLflow server."""
+"""Find what this machine still lacks for each planned use of Penstock: the demo, a run on one GPU, a run on several
+nodes, a store in S3, an MLflow server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from penstock.engines.training import GIB
 from penstock.flows.config import RunConfig
 from penstock.flows.install.command import (
     checkout,
@@ -31,7 +32,6 @@ from penstock.storage.errors import PenstockError
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact
 
-GIB = 1 << 30
 SGLANG_GLIBC = (2, 34)  # sglang 0.5.21 has no wheels for older systems
 TOKEN_COMMAND = "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32)  # the same token on every node"
 CREDENTIALS = (  # environment variables with which botocore finds credentials
@@ -45,7 +45,7 @@ CREDENTIALS = (  # environment variables with which botocore finds credentials
 
 @dataclass(frozen=True)
 class Targets:
-    """The services that the user plans to use; None for those that are not given."""
+    """The services that the user plans to use, each None if the user has not named one."""
 
     store: RunConfig | None = None  # only the store options are used
     ray_address: str | None = None
@@ -54,10 +54,10 @@ class Targets:
 
 @dataclass(frozen=True)
 class Lack:
-    """One thing that a use still needs."""
+    """One thing that is missing for a planned use."""
 
-    found: str
-    remedy: str  # a command, or what to do
+    found: str  # what is missing, or was found instead
+    remedy: str  # a command that adds it, or what to do
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Use:
     """A planned use of Penstock."""
 
     name: str
-    command: str  # starts it once nothing is missing
-    required: bool = False  # whether the user has asked for it by an option
+    command: str  # the command to run when nothing is missing
+    required: bool = False  # whether an option of the user names a service of this use
     lacks: list[Lack] = field(default_factory=list)
 
     def needs(self, fulfilled: object, found: str, remedy: str) -> None:
@@ -127,14 +127,14 @@ def check_several_nodes(targets: Targets) -> Use:
 
 
 def check_s3(targets: Targets) -> Use:
-    """Check the driver and the credentials for a store in S3, and, if --store names one, that it can be written."""
-    named = targets.store is not None and targets.store.store.startswith("s3://")
-    uri = targets.store.store if targets.store is not None and named else "s3://BUCKET/runs"
-    use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=named)
+    """Check the packages and the credentials for a store in S3, and, if --store names one, that it can be written."""
+    store = targets.store if targets.store is not None and targets.store.store.startswith("s3://") else None
+    uri = store.store if store is not None else "s3://BUCKET/runs"
+    use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=store is not None)
     use.lacks += missing_packages_of_extra("s3")
-    if targets.store is not None and named and not use.lacks:
+    if store is not None and not use.lacks:
         try:
-            open_store(targets.store)
+            open_store(store)
         except PenstockError as error:
             remedy = "check the bucket and the credentials; for other servers: --store-options endpoint_url=URL"
             use.lacks.append(Lack(str(error)[:200], remedy))
@@ -168,7 +168,8 @@ USES: tuple[Callable[[Targets], Use], ...] = (
 
 
 def missing_packages(kind: str) -> list[Lack]:
-    """Return what `penstock setup` would install here for `kind`, "cpu" or "cuda", in one line."""
+    """Return what `penstock setup` would install here for `kind`, "cpu" or "cuda", as one `Lack`; an empty list if
+    nothing is missing."""
     steps = installation_steps(kind, [], checkout(), None)[1:]  # without the update of pip
     lines = [line for step in steps for line in step.missing()]
     if kind == "cuda" and not lines:
@@ -182,25 +183,25 @@ def missing_packages(kind: str) -> list[Lack]:
 
 
 def missing_packages_of_extra(extra: str) -> list[Lack]:
-    """Return which packages of an extra are missing."""
+    """Return which packages of an extra of penstock-rl are missing, as one `Lack`; an empty list if none is."""
     lines = missing_requirements([extra], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu")))
     return [Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with {extra}")] if lines else []
 
 
 def shared_memory() -> int:
-    """Return the free bytes of /dev/shm."""
+    """Return the free bytes of /dev/shm; 0 if it does not exist."""
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
 
 
 def has_credentials() -> bool:
-    """Return whether AWS credentials are in the environment or in ~/.aws. A role of the machine is not looked up."""
+    """Return whether AWS credentials are in the environment or in ~/.aws. IAM roles of the machine are not checked."""
     named = any(os.environ.get(name) for name in CREDENTIALS)
     return named or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
 
 
 def ray_problem(address: str) -> str:
-    """Return why the Ray cluster at `address` does not serve for a run on several nodes: it does not answer, cannot be
-    used, or has only one node; else ""."""
+    """Return why the Ray cluster at `address` cannot be used for a run on several nodes: it does not answer, rejects
+    the connection, or has only one node. Return "" if it can."""
     code = (
         f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='ERROR'); "
         "print(len([n for n in ray.nodes() if n['Alive']]), int(ray.cluster_resources().get('GPU', 0)))"
@@ -217,8 +218,8 @@ def ray_problem(address: str) -> str:
 
 
 def mlflow_problem(uri: str) -> str:
-    """Return why the MLflow server at `uri` cannot be used; "" if it answers. The URI may contain a password, so only
-    its host is displayed."""
+    """Return why the MLflow server at `uri` cannot be used; "" if it answers. The text contains only the host, because
+    the URI may contain a password."""
     parts = urlsplit(uri)
     host = parts.netloc.rpartition("@")[2]
     try:

@@ -16,7 +16,6 @@ from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.generation import PublishedAdapter
     from penstock.engines.options import EngineOptions
     from penstock.engines.serving.adapter_requests import AdapterNames
     from penstock.stages.train.config import TrainConfig
@@ -24,12 +23,13 @@ if TYPE_CHECKING:
 
 
 def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: ParentRecord | None) -> EngineOptions:
-    """Return the engine options with the adapters that the engines load; unchanged if the engines get merged weights.
+    """Return the engine options with the LoRA adapters that the engines load; unchanged if they load none, for instance
+    because the engines get merged weights. Raises OptionError if --lora-publish adapter is not possible.
 
     Args:
         options: options of the engines.
         config: config of the run.
-        parent: the origin of the run, if it is a fork.
+        parent: the run and round from which this run was forked; None if it is not a fork.
     """
     train, run = config.train, config.run
     if train.lora is None or train.lora.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
@@ -50,15 +50,16 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
 
 
 def calls_engines_itself(config: PostTrainConfig) -> bool:
-    """Return whether user-defined functions generate: their requests to the engines may not name an adapter."""
+    """Return whether user-defined functions send requests to the engines. Such requests may not name an adapter, and
+    would then be answered by the base model."""
     rollout = config.rollout
     paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
     return any(path not in (None, BUILT_IN_EVALUATION) for path in paths)
 
 
 def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:
-    """Return why the engines of a run that trains adapters must get merged weights, or None. Arguments as in
-    `with_adapters`."""
+    """Return why the engines of a run that trains adapters must get merged weights; None if they can load adapters. The
+    arguments are those of `with_adapters`."""
     run, lora = config.run, config.train.lora
     assert lora is not None, "the run trains all weights"
     if reason := describe_other_base(config, parent):
@@ -75,8 +76,8 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
 
 
 def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:
-    """Return a sentence about the base model of the adapters if it differs from the model that engines load at their
-    start, else None."""
+    """Return a text that names the base model of the adapters if engines load another model at their start, else
+    None."""
     ancestor = fully_trained_ancestor(parent)
     start = f"the weights that run {ancestor} has trained" if ancestor else config.start_weights
     if start == config.convert.hf_checkpoint:
@@ -86,11 +87,12 @@ def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) ->
 
 def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRecord) -> None:
     """Check that a fork with --lora-publish adapter trains its adapters on the model that engines load at their start.
+    Raises OptionError.
 
     Args:
         flow: flow of the fork.
         config: config of the fork.
-        parent: the origin of the fork.
+        parent: the run and round from which it is forked.
     """
     has_engines = flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
     publish = config.train.lora and config.train.lora.lora_publish
@@ -105,15 +107,15 @@ def _adapters_error(reason: str) -> OptionError:
 def adapter_of_version(
     version: str, names: AdapterNames, train: TrainConfig, shape: ModelShape, model_path: str, *, compare: bool = False
 ) -> PublishedAdapter:
-    """Return the adapter of policy `version`, `<run>/<number>`, without its matrices.
+    """Return what an engine must know to load the adapter of a policy version, except the matrices.
 
     Args:
-        version: the policy version.
-        names: names of the driver's adapters.
-        train: options of the adapters.
+        version: the policy version, `<run>/<number>`.
+        names: gives the adapter the name under which engines serve it.
+        train: options of the trainer, which must train adapters.
         shape: shape of the model.
         model_path: Hugging Face directory of the model.
-        compare: whether the engines compare checksums of the matrices.
+        compare: whether the engines check the checksum of every matrix that they receive.
     """
     assert train.lora is not None, "the run trains all weights"
     num_tensors = len(served_tensors(train.lora, shape))
@@ -121,8 +123,9 @@ def adapter_of_version(
 
 
 def fully_trained_ancestor(parent: ParentRecord | None) -> str | None:
-    """Return the name of the ancestor run whose fully trained weights are the base of a fork's LoRA adapters (`parent`
-    describes the fork's origin). Return None if the base is the model that the run starts from."""
+    """Return the name of the nearest ancestor of a fork that trained all weights, which are then the base of the fork's
+    LoRA adapters. Return None if there is none: the base is the model that the fork starts from. `parent` is the run
+    and round from which it was forked."""
     while parent is not None and parent.at > 0:
         if parent.config.get("train", {}).get("lora") is None:
             return parent.run

@@ -49,7 +49,7 @@ def check_url(name: str, value: str | None, schemes: Sequence[str]) -> None:
     if url and not (valid and url.isprintable() and " " not in parts.netloc):
         raise OptionError(
             f"{name} {short_repr(value or '')} is not a URL: give one that begins with "
-            f"{' or '.join(f'{scheme}://' for scheme in schemes if scheme)}, with a host and a port"
+            f"{' or '.join(f'{scheme}://' for scheme in schemes if scheme)}, with a host and, if needed, a port"
         )
 
 

@@ -1,5 +1,5 @@
-"""Parse the positional arguments and the own flags of a command (flags.py parses the config flags), and format values
-for messages."""
+"""Parse the arguments of commands other than config options (those are parsed in flags.py), and format values for
+messages."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def parse_run_argument(command: str, positional: Sequence[str]) -> str:
 
 def check_run_name(name: str, flag: str = "") -> str:
     """Check that `name` is a valid run name, and return it. `flag` is the flag that gave it, for the error message."""
-    from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME  # `penstock setup` runs without its packages
+    # Imported here, because `penstock setup` imports this module before the packages of `storage` are installed.
+    from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 
     what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
     if not re.fullmatch(RUN_NAME, name):
@@ -115,6 +116,11 @@ def activate_command() -> str:
     """Return the shell command that puts the commands of this Python environment on the PATH."""
     script = Path(sys.prefix) / "bin" / "activate"
     return f"source {shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))}"
+
+
+def flag_of_field(field_name: str) -> str:
+    """Return the flag of a field: `rollout_batch_size` -> `--rollout-batch-size`."""
+    return "--" + field_name.replace("_", "-")
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -20,13 +20,12 @@ from penstock.flows.config import (
     SWITCHES,
     PostTrainConfig,
     create_section,
-    flag_of_field,
     list_options,
     read_config_text,
     read_toml,
     validate_config,
 )
-from penstock.flows.options.argv import short_repr
+from penstock.flows.options.argv import flag_of_field, short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import (
     ACCEPTED,
@@ -93,7 +92,8 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
 
 
 def merge_values(values: Values, new: Values) -> None:
-    """Set the new options in `values`; a table is merged into the existing one."""
+    """Update `values` with the options of `new`. If an option is a table in both, the entries of the tables are
+    merged."""
     for section, entries in new.items():
         target = values.setdefault(section, {})
         for key, value in entries.items():
@@ -102,11 +102,10 @@ def merge_values(values: Values, new: Values) -> None:
 
 
 def apply_custom_config(values: Values) -> None:
-    """Set the options that the YAML file of --custom-config-path names, and remove its path from `values`: the run
-    records the options.
+    """Set the options that the YAML file of --custom-config-path names. They override flags. A name that no option has
+    becomes an attribute of the `args` of user-defined functions (--plugin-args).
 
-    They override flags, and names that no option has become attributes of the `args` of user-defined
-    functions (--plugin-args).
+    The path of the file is removed from `values`, because the run records the options themselves.
     """
     debug = values.get("debug")
     path = debug.get("custom_config_path") if isinstance(debug, dict) else None
@@ -114,13 +113,13 @@ def apply_custom_config(values: Values) -> None:
         return  # not given, or refused when the config is validated
     del debug["custom_config_path"]
     for key, value in _read_yaml(path).items():
-        flag = f"--{key.replace('_', '-')}"
+        flag = flag_of_field(key)
         section, name, nested = "rollout", "plugin_args", key
-        words = [] if value is True or isinstance(value, dict | list) else [str(value)]  # no synonym takes these
+        words = [] if value is True or isinstance(value, dict | list) else [str(value)]  # no synonym takes a table
         negates = flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in penstock_flags()
         stands_for = synonym_of(flag, [] if value is False else words)
         if value is False and (negates or stands_for):
-            continue  # a switch that is not set
+            continue  # false: the switch is not set
         if negates or stands_for or flag in SWITCHES.values():
             apply_flag(values, flag, words, set())
             continue
@@ -151,18 +150,18 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def store_options_from_values(values: Values) -> RunConfig:
-    """Return the store options among the values of a command line."""
+    """Return the store options (--store, --store-options, ...) among the values of a command line."""
     stores = {name: value for name, value in values.get("run", {}).items() if name.startswith("store")}
     return validate_config({"run": stores}).run
 
 
 def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
-    """Return a config updated by the options of a command line. Derived batch sizes and numbers of rounds are computed
-    again.
-    """
+    """Return a config updated by the options of a command line. Batch sizes and numbers of rounds that were derived
+    from options are derived again."""
     given, values = parse_values(argv), config.model_dump(mode="json")
     sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
-    if sizes & {*given.get("rollout", {}), *given.get("train", {})}:  # a derived value must not contradict a given one
+    # An earlier derived value must not contradict a value of the command line.
+    if sizes & {*given.get("rollout", {}), *given.get("train", {})}:
         values["train"]["global_batch_size"] = None
     elif "global_batch_size" in given.get("train", {}):
         values["train"]["num_steps_per_rollout"] = None
@@ -192,8 +191,8 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 @cache
 def penstock_flags() -> dict[str, tuple[str, str, Any]]:
-    """Return Penstock's flags, aliases and switches of optional sections included: flag -> (section, field name,
-    field)."""
+    """Return Penstock's flags, including aliases and the switches that add optional sections: flag -> (section, field
+    name, field)."""
     table: dict[str, tuple[str, str, Any]] = {}
     for section, name, field in list_options():
         for spelling in (flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
@@ -211,7 +210,7 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
     Args:
         values: section -> option -> value, updated in place.
         name: the flag.
-        args: its arguments.
+        args: the arguments of the flag.
         options_set: the options (`section.name`) that earlier flags have set, updated in place. The first flag of an
             option replaces the value from a file; a repeated flag of a list or dict option extends the list or dict.
     """
@@ -250,29 +249,31 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
         log_once(name, f"means {flag_of_field(key)}")
     new = parse_value(name, field.annotation, args)
     is_repeated = f"{section}.{key}" in options_set and key in target
-    if is_repeated and isinstance(new, dict):  # a repeated flag extends the first
+    if is_repeated and isinstance(new, dict):
         new = {**target[key], **new}
     elif is_repeated and isinstance(new, list):
         new = [*target[key], *new]
     elif is_repeated and key in FUNCTIONS.get(section, ()) and new != target[key]:
         log_once(name, f"{new} replaces {target[key]}, because only one function is called")
-    target[key] = new  # the first flag replaces a file's value
+    target[key] = new
     options_set.add(f"{section}.{key}")
 
 
 def engine_prefixes() -> tuple[str, ...]:
-    """Return the prefixes of the flags of engines and of their routers."""
+    """Return the prefixes of the flags that are passed to an engine or to its router."""
     return *(f"--{engine}-" for engine in BACKENDS), "--router-"
 
 
 def name_engine_option(flag: str) -> tuple[str, str]:
-    """Return the dict option of section `rollout` and its key that a flag of an engine, or of its router, sets."""
+    """Return what a flag of an engine or of its router sets: a dict option of section `rollout`, and the key in it.
+    For example `--sglang-log-level` sets `log_level` in `engine_options`."""
     program, _, key = flag.removeprefix("--").replace("-", "_").partition("_")
     return ("router" if program == "router" else "engine_options"), key
 
 
 def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
-    """Check that the flags of an engine on a command line are those of the engine that it selects."""
+    """Check that every flag with the prefix of an engine has the prefix of the engine that --engine selects. Raises
+    OptionError."""
     engine = values.get("rollout", {}).get("engine", DEFAULT)
     for flag in flags:
         if flag.startswith(engine_prefixes()) and flag not in penstock_flags():
@@ -293,8 +294,8 @@ def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return `: did you mean X?`, or an empty string if no known word is near. The flags of a run are also suggested
-    for what other trainers call them."""
+    """Return `: did you mean X?`, or an empty string if no known word is near. If the known words are the flags of a
+    run, the names that other trainers use lead to our flags as well."""
     plain = {name.lstrip("-"): name for name in known}
     if "--lr" in known:
         plain = {name: " or ".join(flags.split()) for name, flags in OTHER_NAMES.items()} | plain
@@ -303,10 +304,8 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
-    """Return the arguments of one flag as a bool, list, dict, text or None, by the option's type.
-
-    Pydantic checks the value later and converts numbers.
-    """
+    """Return the arguments of the flag `name` as a bool, list, dict, text or None, depending on the type of the option
+    (`annotation`). Pydantic checks the value later and converts numbers."""
     if _has_type(annotation, bool):
         text = " ".join(args)
         if args and text.lower() not in ("true", "false"):
@@ -365,11 +364,9 @@ def _has_type(annotation: Any, kind: type) -> bool:
 
 
 def parse_literal(args: list[str]) -> Any:
-    """Return an untyped option (of an engine, its router or fsspec) as a number, bool, JSON value or text, by its
-    spelling.
-
-    Without arguments the value is True; several arguments make a list.
-    """
+    """Return the value of an option whose type is unknown, because it belongs to an engine, its router or fsspec: a
+    number, bool, JSON value or text, whichever the argument looks like. Without arguments the value is True; several
+    arguments make a list."""
     if not args:
         return True
     if len(args) > 1:

@@ -1,4 +1,4 @@
-"""The --help texts of the commands that take the options of a run: a short one, and --help-all with every option."""
+"""The help texts of the commands that take the options of a run: --help is short, --help-all has every option."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
+from penstock.flows.config import SECTIONS, SWITCHES, list_options
+from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.refused import OTHER_NAMES
 from penstock.storage.config import field_meta
 
@@ -77,7 +78,8 @@ SHORT: dict[str, ShortHelp] = {
 }
 
 _PROGRAMS = (
-    "Megatron-core's flags are accepted unchanged, an engine's with its name as prefix, its router's with --router-."
+    "Flags of Megatron-core are accepted unchanged, flags of an engine with its name as prefix (--sglang-NAME), flags "
+    "of its router as --router-NAME."
 )
 _RESUME = (
     "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs, memory "
@@ -99,16 +101,17 @@ def short_help(command: str) -> str:
             wrapped = _wrap(about, " " * (width + 4))
             lines += [f"  {flag:<{width}}  {wrapped[0].lstrip()}", *wrapped[1:]]
     lines += ["", *_wrap(text.see_also)] if text.see_also else []
-    num_options = len(fields)
-    other = f"penstock {command} --help-all lists all {num_options} options, --help WORD finds some. {_PROGRAMS}"
+    other = (
+        f"penstock {command} --help-all lists all {len(fields)} options, --help WORD those about a word. {_PROGRAMS}"
+    )
     return "\n".join([*lines, *_wrap(other)])
 
 
 def search_help(command: str, word: str) -> str:
-    """Return the --help text of `penstock COMMAND --help WORD`: the options that have a word in their name, in another
-    trainer's name for them, or in their description, the first ones first."""
+    """Return the text of `penstock COMMAND --help WORD`. It lists the options that have the word in their name, then
+    those for which an alias or another trainer's name has it, then those with the word in their description."""
     wanted = re.sub(r"[\W_]+", "-", word.lower()).strip("-")
-    found: list[tuple[int, str]] = []  # where the word is, text
+    found: list[tuple[int, str]] = []  # rank, text about an option
     for _, name, field in list_options():
         flag = flag_of_field(name)
         others = [other for other, ours in OTHER_NAMES.items() if flag in ours.split()]
@@ -152,7 +155,7 @@ def about_section(section: str) -> str:
 
 
 def _other_families() -> Iterator[str]:
-    """Yield help lines about the options of the engines."""
+    """Yield help lines about the flags that are passed to engines, and about the page that lists all names."""
     for name in BACKENDS:
         backend = engine_backend(name)
         yield ""
@@ -166,7 +169,7 @@ def _other_families() -> Iterator[str]:
 
 
 def flow_usage(command: str) -> str:
-    """Return the usage of a command of `SHORT`, to be put above all its options."""
+    """Return what --help-all prints above the options of a command of `SHORT`: its usage and what it does."""
     usage = [f"penstock {command} [--config FILE.toml] [options]", "", *_wrap(SHORT[command].what, "  ")]
     return "\n".join(usage + (["", *_wrap(SHORT[command].see_also, "  ")] if SHORT[command].see_also else []))
 

@@ -16,8 +16,8 @@ _SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 
 
 def find_nearby_stores(directory: Path | None = None) -> list[str]:
-    """Return the paths of the stores below a directory (default: the working directory), and of the one that contains
-    it, relative to the directory if possible. Hidden directories and links are skipped."""
+    """Return the paths of the store that contains a directory (default: the working directory) and of the stores below
+    it. Stores below it have paths relative to the directory. Hidden directories and symbolic links are skipped."""
     start = (directory or Path.cwd()).absolute()
     found = [path for path in start.parents if _is_store(path)][:1]
     found += sorted(path for path in islice(_directories(start), MAX_DIRECTORIES) if _is_store(path))
@@ -30,12 +30,13 @@ def names_no_store(argv: Sequence[str]) -> bool:
 
 
 def stores_with_run(run: str) -> list[str]:
-    """Return the paths of the stores around the working directory that have a run."""
+    """Return the paths of the stores around the working directory that have a run named `run`."""
     return [store for store in find_nearby_stores() if (Path(store) / RunKeys(run).record).is_file()]
 
 
 def with_store_of_run(argv: Sequence[str], run: str) -> list[str]:
-    """Return a command line with the store around the working directory that has a run, unless it names a store."""
+    """Return a command line to which --store was added if it names no store and one of the stores around the working
+    directory has the run. Raises OptionError if several stores have it."""
     stores = stores_with_run(run) if names_no_store(argv) else []
     if len(stores) > 1:
         raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")

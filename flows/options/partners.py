@@ -1,15 +1,16 @@
-"""Options that have an effect only together with another option: a warning names those that are given without it."""
+"""Options that have an effect only together with another option, and warnings if they are given without it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field
+from penstock.flows.config import SECTIONS, PostTrainConfig
+from penstock.flows.options.argv import flag_of_field
 
 
 class Partner(NamedTuple):
-    """Options of one section that need a partner."""
+    """Options of one section that have no effect without another option, their partner."""
 
     section: str
     names: str  # separated by spaces
@@ -99,7 +100,7 @@ PARTNERS = (
 
 
 def options_without_partner(config: PostTrainConfig) -> Iterator[str]:
-    """Yield a warning for each missing partner; it names the options that need this partner."""
+    """Yield a warning for each option, or group of options, that is given without the option it needs."""
     for row in PARTNERS:
         section, fields = getattr(config, row.section), SECTIONS[row.section].model_fields
         given = [

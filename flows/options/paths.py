@@ -1,7 +1,7 @@
-"""Complete the paths in a run's options: make local ones absolute, so that `penstock resume` works from any directory,
-and add the names of user-defined functions.
+"""Complete the paths in a run's options: make local paths absolute, so that `penstock resume` works from any directory,
+and add the names of functions to paths of user-defined functions.
 
-URIs are not changed. Functions given as `pkg.module:name` are not changed either: Python imports them from sys.path.
+URIs are not changed, and neither are functions of modules (`pkg.module:name`), which Python finds in sys.path.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
 
 def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
-    `rewards.py:reward_func`), so that the plan, the run's record and every process refer to the same function. The
-    checks report files that do not exist.
-    """
+    `rewards.py:reward_func`), so that the plan, the run's record and every process refer to the same function. The path
+    of a file that does not exist is not changed; `preflight` reports it."""
     from penstock.stages.rewards.grading import check_reward_options  # loads pyarrow and jinja2
 
     for section in ("rollout", "train"):

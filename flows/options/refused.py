@@ -3,7 +3,7 @@ what Penstock does anyway, or synonyms of other flags. Each trainer has a folder
 `flag_table.py`, and in `recipe.py` the command `penstock import-NAME`, which reads its launch scripts.
 
 A key is a flag, or a flag with a value (`--update-weight-mode full`), which takes precedence over the flag alone. The
-sentences continue "FLAG is not supported: ..." and "FLAG: ...".
+texts end the messages "FLAG is not supported: ..." (REFUSED) and "FLAG: ..." (ACCEPTED).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from penstock.flows.options.argv import short_repr
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
@@ -30,12 +31,13 @@ _OF_MEGATRON_LM = {
 _TABLES = [importlib.import_module(f"penstock.flows.{name}.flag_table") for name in TRAINERS]
 REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.REFUSED.items()}
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
-# Flag, perhaps with a value -> the flags that replace it; `...` is the given value.
+# Flag, or flag with a value -> the flags that replace it; `...` stands for the value that the user gave.
 SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
     **{flag: (tuple(words.split()),) for flag, words in _OF_MEGATRON_LM.items()},
     **{flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()},
 }
-# Names of TRL, verl and Hugging Face -> our flags; they are only suggested, because their values differ.
+# Names of TRL, verl and Hugging Face -> our flags. Our flags are only suggested, because the same value may mean
+# something else.
 OTHER_NAMES = {
     **dict.fromkeys(("learning-rate", "actor-lr"), "--lr"),
     **dict.fromkeys(("batch-size", "train-batch-size", "num-prompts"), "--rollout-batch-size --global-batch-size"),
@@ -73,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_listed(name: str) -> bool:
-    """Return whether a flag is refused, accepted or a synonym, perhaps only with some value."""
+    """Return whether a flag is refused, accepted or a synonym, perhaps only with certain values."""
     return any(key.partition(" ")[0] == name for key in (*REFUSED, *ACCEPTED, *SYNONYMS))
 
 
@@ -83,7 +85,7 @@ def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
     if key is None:
         return []
     if key == name and args and "..." not in (word for flag in SYNONYMS[key] for word in flag):
-        raise OptionError(f"{name} is a switch and takes no value; found {args[0][:80]!r}")
+        raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
     flags = [[word for item in flag for word in (args if item == "..." else [item])] for flag in SYNONYMS[key]]
     log_once(key, "means " + " ".join(word for flag in SYNONYMS[key] for word in flag if word != "..."))
     return [(flag, words) for flag, *words in flags]
@@ -105,5 +107,5 @@ def check_listed_flag(name: str, args: Sequence[str]) -> None:
 
 @cache
 def log_once(key: str, text: str) -> None:
-    """Log a sentence about a flag, at its first occurrence in this process."""
+    """Log a warning about a flag, once in this process."""
     logger.warning("%s: %s", key, text)

@@ -28,7 +28,7 @@ def check_value(name: str, value: Any, field: FieldInfo) -> None:
 
     Args:
         name: flag of the option, for error messages.
-        value: raw value from a flag, a TOML file, a run's record or Prefect.
+        value: raw value from a flag, a TOML file, the record of a run or the parameters of a Prefect flow run.
         field: pydantic field of the option.
 
     Raises:
@@ -62,7 +62,7 @@ def leaf_types(annotation: Any) -> set[Any]:
 
 
 def check_number_text(name: str, text: str) -> None:
-    """Check a number given as text: finite and within 64 bits. Raises OptionError."""
+    """Check that a number that is given as text is finite and within 64 bits. Raises OptionError."""
     try:
         finite = math.isfinite(float(text))
     except ValueError:
@@ -75,9 +75,7 @@ def check_number_text(name: str, text: str) -> None:
 
 def check_nested_values(name: str, value: Any, depth: int) -> None:
     """Check that all values in nested lists and dicts are finite numbers within 64 bits, valid texts, or booleans.
-
-    Raises OptionError, also for too many levels (`depth` is the level of `value`) and for dates.
-    """
+    Raises OptionError, also for a date and for more than MAX_DEPTH levels; `depth` is the level of `value`."""
     if depth > MAX_DEPTH:
         raise OptionError(f"{name} has values nested more than {MAX_DEPTH} levels deep: use fewer levels")
     if isinstance(value, dict):
@@ -98,14 +96,15 @@ def check_nested_values(name: str, value: Any, depth: int) -> None:
 
 
 def describe_nested_flag(name: str, key: Any) -> str:
-    """Return how the entry `key` of the dict option `name` is given on the command line, for error messages."""
+    """Return how the entry `key` of the dict option `name` is written on the command line, for error messages: as
+    `--sglang-KEY` for an engine's or router's option, else as `--name KEY`."""
     key = short_repr(str(key))[1:-1]
     dashed = key.replace("_", "-")
     return f"{name}-{dashed}" if name.removeprefix("--") in ("router", *BACKENDS) else f"{name} {key}"
 
 
 def check_option_text(name: str, text: str) -> None:
-    """Check a text: no NUL, valid Unicode, not too long. Raises OptionError."""
+    """Check that a text has no NUL character, is valid Unicode and is not too long. Raises OptionError."""
     if "\0" in text:
         raise OptionError(f"{name} has a NUL character in {short_repr(text)}: remove it")
     if any("\ud800" <= character <= "\udfff" for character in text):

@@ -1,4 +1,5 @@
-"""Detect a run that does not learn: find rounds with a zero gradient, and the reason in the metrics of their rollouts.
+"""Detect a run that does not learn: find rounds with a zero gradient, and look for the reason in the metrics of their
+rollouts.
 
 All metrics are read from commits, so a resumed run also counts the rounds before the resume.
 """
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
 MAX_LOGPROB_GAP = 0.03  # above it --use-tis is suggested; bf16 engines and trainers differ by about 0.01
-_TINY = 1e-8  # gradient norms up to this are rounding errors
+_TINY = 1e-8  # smaller gradient norms are rounding errors
 _ZERO_STD = "rollout/zero_std/count_"
 
 
 class LearningSignal(Observer):
-    """Warns if a round and the rounds just before it had zero gradients and, once per run, if the log-probs of engine
-    and trainer differ and no option corrects it. `warn` prints a warning."""
+    """Warns if the last NUM_ROUNDS rounds had zero gradients. Warns once per run if the log-probs of engine and trainer
+    differ and no option corrects the loss for that. `warn` prints a warning."""
 
     def __init__(self, run: ActiveRun, warn: Callable[[str], object]) -> None:
         self.run = run
@@ -46,16 +47,17 @@ class LearningSignal(Observer):
 
 
 def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group_relative: bool) -> str | None:
-    """Return a warning if this round and the NUM_ROUNDS - 1 before it had zero gradients or, with `group_relative`,
-    only groups whose samples all have the same reward. Otherwise return None.
+    """Return a warning if this round and the NUM_ROUNDS - 1 rounds before it had zero gradients or, with
+    `group_relative`, only groups whose samples all have the same reward. Otherwise return None.
 
-    `group_relative`: whether advantages are relative to the other samples of the prompt, so that they are zero if all
-    its rewards are equal; a KL loss or an entropy bonus may still give a gradient.
+    `group_relative`: whether an advantage compares a sample with the others of its prompt. If their rewards are equal,
+    the advantage is zero, so nothing is learned from rewards, although a KL loss or an entropy bonus may give a
+    gradient.
     """
     for index in range(rollout_id, rollout_id - NUM_ROUNDS, -1):
         step = store.committed(keys.step_prefix(index)) if index >= 0 else None
         norm = step.summary.get("train/grad_norm") if step else None
-        if norm is None:  # no such round, or only the critic was trained
+        if norm is None:  # there is no such round, or it trained only the critic
             return None
         rollout = store.committed(keys.rollout_prefix(index))
         if norm > _TINY and not (group_relative and rollout and _every_group_has_equal_rewards(rollout.summary)):
@@ -66,8 +68,8 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
 
 
 def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bool) -> str | None:
-    """Return a warning if this round is the run's first whose log-probs differ too much between engine and trainer:
-    by more than MAX_LOGPROB_GAP or, with `fp8` engines, at all. Otherwise return None."""
+    """Return a warning if this is the first round of the run in which the log-probs of engine and trainer differ too
+    much: by more than MAX_LOGPROB_GAP or, with `fp8` engines, at all. Otherwise return None."""
     limit = 0.0 if fp8 else MAX_LOGPROB_GAP
 
     def exceeds(index: int) -> float | None:
@@ -97,7 +99,7 @@ def _every_group_has_equal_rewards(summary: Mapping[str, float]) -> bool:
 
 
 def explain_zero_gradient(summary: Mapping[str, float]) -> str:
-    """Return the reason why a rollout gives no gradient, and advice, from the rollout's metrics."""
+    """Return why a rollout gave no gradient, as far as its metrics (`summary`) show, and what to do."""
     num_samples, num_groups = int(summary.get("rollout/num_samples", 0)), int(summary.get("rollout/num_groups", 0))
     advice = "look at the samples of a round (printed below the round's line, or in MLflow)"
     truncated_ratio, truncated = summary.get("rollout/truncated_ratio", 0), ""

@@ -1,4 +1,4 @@
-"""Observers that watch a run from a thread: for hangs, for system metrics, and for Prometheus."""
+"""Observers with a thread of their own: they detect hangs, record system metrics, and serve metrics to Prometheus."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ HANDLED = "SigCgt:"  # line of /proc/PID/status: bit mask of the signals that th
 
 
 class HangDetector(Observer):
-    """Detects that no stage has made progress for `timeout` seconds (0: never), and prints with `warn` the Python
-    stacks of the run's processes, which it also writes into `directory`, one file for each hang. Nothing is killed."""
+    """Detects that no stage has made progress for `timeout` seconds (0: never). It then prints the Python stacks of the
+    run's processes with `warn`, and writes them to a file in `directory`. Nothing is killed."""
 
     def __init__(self, timeout: float, warn: Callable[[str], object], directory: Path) -> None:
         self.timeout = timeout
         self.warn = warn
         self.directory = directory
         self._moved_at = time.monotonic()
-        self._reported_at: float | None = None  # the value of _moved_at that was reported as a hang
+        self._reported_at: float | None = None  # the value of _moved_at when a hang was reported, to report it once
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-detector", daemon=True)
 
@@ -71,20 +71,20 @@ class HangDetector(Observer):
             wait = left if left > 0 else min(self.timeout, 10.0)
 
     def _report(self) -> None:
-        """Print the stacks of all processes and write them to a file. A failure is printed only."""
+        """Print the stacks of all processes and write them to a file. A failure to do so is only printed."""
         try:
             stacks = stacks_of_run()
             path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(stacks)
             self.warn(
-                f"no stage has made progress for {self.timeout:g} s; the run continues. Stacks, also in "
-                f"{path}:\n{stacks}"
+                f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its "
+                f"processes are also in {path}:\n{stacks}"
             )
-        except (OSError, psutil.Error) as error:  # a full disk, a process that is not ours
+        except (OSError, psutil.Error) as error:  # for instance a full disk, or a process of another user
             self.warn(
-                f"no stage has made progress for {self.timeout:g} s; the run continues. Its stacks cannot be "
-                f"read ({error})"
+                f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its "
+                f"processes cannot be shown ({error})"
             )
 
 
@@ -102,7 +102,7 @@ def stacks_of_run() -> str:
 
 
 def stacks_of_process(process: psutil.Process, seconds: float = ANSWER_SECONDS) -> str:
-    """Return the Python stacks that a descendant prints within `seconds`, or a line that says why they are not known.
+    """Return the Python stacks that a child process prints within `seconds`, or a line that says why it prints none.
 
     Trainer ranks and engine processes print their stacks when they get SIGUSR2 (`engines/scratch.py`, an engine's
     launch script). A process without that handler is not signalled, because SIGUSR2 would kill it.
@@ -127,7 +127,7 @@ def stacks_of_process(process: psutil.Process, seconds: float = ANSWER_SECONDS) 
     while time.monotonic() < deadline:
         time.sleep(0.1)
         new = "".join(path.read_text()[before.get(path, 0) :] for path in sorted(directory.glob("*.txt")))
-        if new and new == text:  # complete: it did not grow any more
+        if new and new == text:  # the output has stopped growing, so it is complete
             return new
         text = new
     return text or f"{status}: no answer within {seconds:g} s; the process may be inside a system call\n"
@@ -154,8 +154,8 @@ def sample_system() -> dict[str, float]:
 
 
 class SystemMetrics(Observer):
-    """Samples with `sample` in a thread and logs the mean of every INTERVAL_SAMPLES samples, at its end also of the
-    remaining ones. If sampling fails, it ends with a note; the run is not affected."""
+    """Calls `sample` every SAMPLE_SECONDS in a thread, and passes the mean of every INTERVAL_SAMPLES samples to `log`.
+    If that fails, it prints a message with `note` and ends; the run continues."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class SystemMetrics(Observer):
 
     def _run(self) -> None:
         try:
-            self.sample()  # the first CPU utilization has no previous call
+            self.sample()  # discarded: it has no CPU utilization, which is measured since the previous call
             ended = False
             while not ended:
                 samples: list[dict[str, float]] = []
@@ -188,7 +188,7 @@ class SystemMetrics(Observer):
                     samples.append(self.sample())
                 names = dict.fromkeys(name for sample in samples for name in sample)
                 self.log({name: round(fmean(s[name] for s in samples if name in s), 2) for name in names})
-        except Exception as error:  # of a driver library or a full disk
+        except Exception as error:  # for instance from the GPU driver's library, or because the disk is full
             self.note(f"system metrics are not recorded any more ({type(error).__name__}: {error})")
 
 
@@ -198,9 +198,9 @@ LOOPBACK = "127.0.0.1"
 
 
 class PrometheusEndpoint(Observer):
-    """Serves the newest values of the run's metrics at http://127.0.0.1:PORT/metrics: the metrics that trackers
-    receive, for example `rollout/raw_reward` as `penstock_rollout_raw_reward{run="..."}`. If `port` is 0, it is set to
-    a free port."""
+    """Serves the newest values of the metrics that trackers receive at http://127.0.0.1:PORT/metrics, for example
+    `rollout/raw_reward` as `penstock_rollout_raw_reward{run="..."}`. If `port` is 0, a free port is chosen, which
+    `note` prints."""
 
     def __init__(self, run: str, port: int, note: Callable[[str], object] = lambda text: None) -> None:
         self.run = run
@@ -216,8 +216,8 @@ class PrometheusEndpoint(Observer):
             self._values |= {re.sub(r"[^a-zA-Z0-9_]", "_", name): float(value) for name, value in metrics.items()}
 
     def update_from_record(self, record: Committed) -> None:
-        """Replace the values of a commit's metrics, under the names that trackers use; for a step, also set the round
-        and the policy version."""
+        """Replace the values of a commit's metrics, under the names that trackers use. The commit of a training step
+        also sets the metrics `round` and `policy_version`."""
         self.update({point.name: point.value for point in metric_points(record)})
         if record.commit.kind == "step":
             self.update({"round": record.commit.index, "policy_version": record.commit.policy_version})

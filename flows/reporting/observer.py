@@ -1,6 +1,6 @@
 """The interface of observers, which are notified of the events of a run. An observer is a subclass of `Observer` that
-overrides some of the methods `on_...`, and has one row in `flows/reporting/observers.py`. It is a context manager:
-entered when the run starts, exited when the run ends."""
+overrides some of the methods `on_...`; `flows/reporting/observers.py` adds it to a run. It is a context manager that is
+entered when the flow of the run starts, and exited when the flow ends."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ class Observer:
     """Base class of observers. Each method is called at one kind of event, and does nothing by default."""
 
     def on_progress(self) -> None:
-        """A stage has made progress; called very often."""
+        """A stage has made progress. This is called very often."""
 
     def on_stage(self, name: str, rollout_id: int | None) -> None:
         """A stage starts."""
 
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
-        """A stage has returned a commit, whose record is at `key`. It is new unless the trackers had it before."""
+        """A stage has returned a commit, whose record has the store key `key`. `is_new`: the trackers do not have the
+        commit yet."""
 
     def on_publish(
         self, version: int, urls: list[str], metrics: dict[str, float], switches: list[MemorySwitch]
     ) -> None:
-        """Policy `version` was loaded into the engines at `urls`. `switches`: moves of state between devices and host
-        memory since the previous weight update."""
+        """Policy `version` was loaded into the engines at `urls`; `metrics` are those of the weight update. `switches`:
+        each time since the previous update that state was moved between devices and host memory."""
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Round `rollout_id` is about to be trained; `metrics` say how far generation overlapped with training before
-        it."""
+        """Round `rollout_id` of an asynchronous run is about to be trained. `metrics`: the waiting times of trainer and
+        engines before it, and the number of rollouts that are ready."""
 
     def on_results(self, commits: list[Commit]) -> None:
         """The run has finished all stages; `commits` are all commits of the run."""
@@ -56,6 +57,7 @@ class Observers(ExitStack):
         self._observers.append(self.enter_context(observer))
 
     def tell(self, event: Callable[..., None], *args: Any) -> None:
-        """Call the method `event` of all observers, in the order of their rows."""
+        """Call the method `event`, for instance `Observer.on_progress`, of all observers in the order in which they
+        were added."""
         for observer in self._observers:
             getattr(observer, event.__name__)(*args)

@@ -1,4 +1,4 @@
-"""The observers of a run, one row each: `add_observers`."""
+"""The observers of a run, which `add_observers` adds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from penstock.storage.commit import Commit
 from penstock.storage.errors import StoreError
 from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
 
-DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
+DELIVERY_SECONDS = 30.0  # how long to wait at the end of a run until the trackers have everything
 
 
 def add_observers(
     observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking, processes: Processes
 ) -> None:
-    """Add the observers of a run, in the order in which they are notified. They are exited in the reverse order."""
+    """Add the observers of a run to `observers`, in the order in which they are notified of events. They are exited in
+    the reverse order."""
     logs = logs_of_run(run.store, run.keys) or scratch.temp_base_directory()
     report, results = FinalReport(run, display, tracking), Results(run, display, tracking)
 
@@ -67,7 +68,7 @@ class Results(Observer):
             metrics["perf/memory_switch_time"] = sum(switch.seconds for switch in switches)
             metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB
             metrics["perf/host_memory_gib"] = max(switch.host_bytes_after for switch in switches) / GIB
-        if version > 0:  # one point per step, also if a version is published again after a fault or a resume
+        if version > 0:  # the key makes it one point per version, even if the version is published again
             self.tracking.enqueue_metrics(f"publish-{version}", metrics, step=version - 1)
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
@@ -78,14 +79,14 @@ class Results(Observer):
         self.display.print_summary(commits)
 
     def sample_system(self) -> dict[str, float]:
-        """Return metrics of the driver's node, after showing them in the panel."""
+        """Show the metrics of the driver's node in the panel, and return them."""
         metrics = sample_system()
         self.display.panel.machine = metrics
         return metrics
 
     def log_system_metrics(self, metrics: dict[str, float]) -> None:
-        """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
-        increases over all starts."""
+        """Send metrics of the driver's node to the trackers. Their step is the number of seconds since the run was
+        created, which also increases from one start of the run to the next."""
         seconds = int(self.run.age)
         self.tracking.enqueue_metrics(f"system-{self.run.start}-{seconds}", metrics, step=seconds)
 

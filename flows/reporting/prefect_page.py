@@ -1,9 +1,9 @@
 """Publish the results of a run: its HTML report in the store, and its Prefect pages (tags, messages of final states,
 one artifact with the reward curve and links).
 
-This module also ensures that no flow run or task run remains "Running" after its process has ended. A process that can
-still do so reports its own end (`report_end`, also called by a worker whose flow run was killed); otherwise the next
-start of the run does.
+This module also ensures that no flow run or task run stays "Running" on the Prefect server after its process has ended.
+`report_end` gives them a final state, in the process itself or in the worker that started it. If neither can, the next
+start of the run does (`crash_runs_of_killed_drivers`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ TIMEOUT = 30.0  # seconds
 
 
 class FinalReport(Observer):
-    """Writes the report at the end of a start, unless the start was stopped on request, and sends it to the
-    trackers."""
+    """Writes the report of the run when a flow of the run ends, unless it was stopped on request, and sends the report
+    to the trackers."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
         self.run = run
@@ -83,8 +83,8 @@ class FinalReport(Observer):
 
 
 def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object]) -> bytes | None:
-    """Write the report of a run to `RunKeys.report`, replacing that of an earlier start. Return the content. If writing
-    fails or takes longer than TIMEOUT, print the reason with `note` and return None; the run is not affected."""
+    """Write the report of a run to the store, over an earlier report, and return its content. If writing fails or takes
+    longer than TIMEOUT, print the reason with `note` and return None; the run is not affected."""
     pages: list[bytes] = []
     problems: list[str] = []
 
@@ -93,7 +93,7 @@ def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object
             page = make_report(store, keys.run, MAX_SAMPLES).encode()
             store.replace(keys.report, page)
             pages.append(page)
-        except Exception as error:  # the report must not fail the run, whatever the run's files or the store are like
+        except Exception as error:  # whatever is wrong with the report, it must not fail the run
             problems.append(redact(f"{type(error).__name__}: {str(error)[:200]}"))
 
     thread = threading.Thread(target=write, name="report", daemon=True)
@@ -108,19 +108,20 @@ def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-REWRITE_SECONDS = 10.0  # at least, between two rewrites of the artifact while the run runs
+REWRITE_SECONDS = 10.0  # minimum time between two rewrites of the artifact during a run
 REPORT_TIMEOUT = 3.0  # seconds to wait for the last task states of this process, which Prefect sends asynchronously
 _ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED, StateType.CANCELLING]
 
 
 def is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Return False for Prefect's line at the end of a successful task."""
+    """Return whether to print a log record of Prefect: all but the line at the end of a successful task."""
     return record.levelno > logging.INFO or record.funcName != "log_finished_message"
 
 
 class PrefectPage(Observer):
-    """The pages of this flow run: its name and tags, and the artifact of the run, whose key all starts of the run
-    share. A thread rewrites the artifact after commits. A failure is printed and does not fail the run."""
+    """Names and tags the flow run on the Prefect server, and keeps an artifact about the run there, which a thread
+    rewrites after commits. Flow runs of the same run write to the same artifact key. A failure is printed and does not
+    fail the run."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking, report: FinalReport) -> None:
         self.run = run
@@ -130,18 +131,19 @@ class PrefectPage(Observer):
         self._commits: dict[str, Commit] = {}
         self._changed = threading.Event()
         self._ends = threading.Event()
-        context = contextvars.copy_context()  # it has the address of the API
+        context = contextvars.copy_context()  # contains the address of Prefect's API
         self._thread = threading.Thread(target=context.run, args=(self._rewrite,), name="prefect-page", daemon=True)
-        self._id: UUID | None = None  # of the artifact
-        self._retry = ""  # "retry 1 of 3, ", if the automation of --retries has made this start
+        self._id: UUID | None = None  # id of the artifact; None before it is created
+        # "retry 1 of 3, " if Prefect started this flow run after a crash (penstock deploy --retries)
+        self._retry = ""
 
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
         self._commits[key] = commit.model_copy(update={"state": {}})  # without the samples
         self._changed.set()
 
     def __enter__(self) -> Self:
-        """Name and tag the flow run, publish the artifact, and end the flow runs that killed drivers have left as
-        running."""
+        """Name and tag the flow run, create the artifact, and mark earlier flow runs as crashed whose driver was
+        killed."""
         run, config = self.run, self.run.config
         tags = [f"run:{run.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
         if config.run.generates_ahead:
@@ -154,7 +156,7 @@ class PrefectPage(Observer):
         self._commits = {record.key: record.commit.model_copy(update={"state": {}}) for record in committed}
         try:
             with get_client(sync_client=True) as client:
-                # Not tags of the task runs: for each tag of a task run Prefect calls the server.
+                # Task runs are not tagged, because Prefect would call the server for each of their tags.
                 existing = client.read_flow_run(flow_run_id).tags
                 name = f"{run.keys.run} #{len(list_starts(run.store, run.keys)) + 1}"
                 client.update_flow_run(flow_run_id, name=name, tags=sorted({*existing, *tags}))
@@ -162,13 +164,16 @@ class PrefectPage(Observer):
                 self._retry = f"retry {retry.replace('/', ' of ')}, " if retry else ""
             crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
         except HTTPError as error:
-            self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+            self.display.note(
+                f"a request to Prefect failed ({type(error).__name__}): this flow run may lack its tags, and killed "
+                "flow runs may still be shown as running"
+            )
         self._publish(f"{self._retry}running")
         self._thread.start()
         return self
 
     def _rewrite(self) -> None:
-        """Rewrite the artifact after commits, until the end of the start."""
+        """Rewrite the artifact after commits, until the flow ends."""
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
             while not self._ends.wait(REWRITE_SECONDS):
                 if self._changed.is_set() and http_answers(f"{PREFECT_API_URL.value()}/health"):
@@ -178,12 +183,12 @@ class PrefectPage(Observer):
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._ends.set()
-        self._thread.join(REPORT_TIMEOUT)  # a later rewrite would replace the results
+        self._thread.join(REPORT_TIMEOUT)  # otherwise its last rewrite might replace the results
         if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
             self._publish(self._retry + describe_progress(list(self._commits.values()), self.run.started_at))
 
     def _publish(self, progress: str) -> None:
-        """Create the artifact, or replace its content and its description `progress`."""
+        """Create the artifact with the description `progress`, or replace its content and description."""
         run, page, commits = self.run, self.tracking.deliveries[0].page, list(self._commits.values())
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": run.store.uri}
         if self.report.written:
@@ -210,8 +215,8 @@ _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444")
 
 
 def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
-    """Return which of the run's commits, in the order of their creation, were made at or after `since` (seconds since
-    the epoch), for instance "rounds 6 to 8, reward 0.650 -> 0.770, checkpoint 8"."""
+    """Describe the commits that were made at or after `since` (seconds since the epoch), for instance "rounds 6 to 8,
+    reward 0.650 -> 0.770, checkpoint 8". `commits` are those of the run in the order of their creation."""
     new = [commit for commit in commits if commit.created_at >= since]
     steps = [commit for commit in new if commit.kind == "step"]
     parts = []
@@ -231,8 +236,8 @@ def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
 
 
 def run_page(title: str, rows: Mapping[str, str], links: Mapping[str, str], svg: str | None) -> str:
-    """Return the Markdown of a run's artifact: the reward curve, the results of the whole run and links (URLs, paths or
-    commands)."""
+    """Return the Markdown of a run's artifact: the reward curve (`svg`), the results (`rows`: title -> text) and links
+    (title -> URL, path or command)."""
     lines = [f"# {title}", ""]
     if svg is not None:  # Prefect's pages show images with data URIs
         lines += [f"![reward by round](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})", ""]
@@ -245,7 +250,8 @@ def run_page(title: str, rows: Mapping[str, str], links: Mapping[str, str], svg:
 
 
 def reward_curve_svg(training: Mapping[int, float], evaluations: Mapping[str, Mapping[int, float]]) -> str | None:
-    """Return training and evaluation rewards over the rounds as an SVG image, or None if there are none."""
+    """Return training rewards (round -> reward) and evaluation rewards (data set -> policy version -> reward) as an SVG
+    image; None if there are no rewards."""
     series = {"training": training} if training else {}
     series |= {f"eval {task}": scores for task, scores in evaluations.items()}
     if not series:
@@ -292,7 +298,8 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
     """Mark as crashed the flow runs and task runs that killed drivers of the run left in the state "Running", including
     task runs of earlier attempts (`prefect flow-run retry`) of the caller's own flow run. Return their number.
 
-    Does nothing while a driver other than that of `own_lease` is alive. Flow runs of other Prefect servers are skipped.
+    Does nothing while another driver of the run than the caller, which has the lease `own_lease`, is alive. Flow runs
+    that the Prefect server does not have are skipped.
     """
     if describe_live_drivers(store, keys, own_lease=own_lease):
         return 0
@@ -304,7 +311,7 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
 
 def crash_flow_run(flow_run_id: UUID, message: str, *, also_flow_run: bool = True) -> int:
     """Mark the task runs of a flow run that have no final state as crashed and, with `also_flow_run`, the flow run
-    itself. Return the number of marked runs: 0 if the Prefect server does not have the flow run."""
+    itself. Return how many were marked: 0 if the Prefect server does not have the flow run."""
     with get_client(sync_client=True) as client:
         try:
             found = client.read_flow_run(flow_run_id)
@@ -320,7 +327,7 @@ def crash_flow_run(flow_run_id: UUID, message: str, *, also_flow_run: bool = Tru
 
 
 def read_active_task_runs(client: Any, flow_run_id: UUID) -> list[TaskRun]:
-    """Return the task runs of a flow run that have no final state, at most 200 (the server's limit)."""
+    """Return the task runs of a flow run that have no final state, at most 200, the server's limit for one request."""
     states = TaskRunFilterState(type=TaskRunFilterStateType(any_=_ACTIVE))
     flow_runs = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     active: list[TaskRun] = client.read_task_runs(
@@ -330,7 +337,7 @@ def read_active_task_runs(client: Any, flow_run_id: UUID) -> list[TaskRun]:
 
 
 def parse_flow_run_id(text: str) -> UUID | None:
-    """Return the id of a flow run from `Start.flow_run`, its URL or its id; None if `text` contains no id."""
+    """Return the id at the end of a flow run's URL, or the id that `text` is; None if it contains no id."""
     try:
         return UUID(text.rpartition("/")[2])
     except ValueError:
@@ -339,8 +346,8 @@ def parse_flow_run_id(text: str) -> UUID | None:
 
 def report_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Add to the message of a failed or crashed flow run what it has committed and where the next start resumes, and
-    give its remaining task runs a final state. This is a hook of the flows: Prefect calls it in the process of the flow
-    run or, if that process was killed, in the worker's process."""
+    mark its unfinished task runs as crashed. All flows have this hook: Prefect calls it in the process of the flow run
+    or, if that process was killed, in the worker that started it."""
     if not http_answers(f"{PREFECT_API_URL.value()}/health"):
         return
     config = validate_config(flow_run.parameters["config"])

@@ -22,13 +22,12 @@ from penstock.flows.config import (
     Plan,
     PostTrainConfig,
     config_hash,
-    flag_of_field,
     options_by_mutability,
     training_options,
     validate_config,
     with_entry,
 )
-from penstock.flows.options.argv import check_run_name
+from penstock.flows.options.argv import check_run_name, flag_of_field
 from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig

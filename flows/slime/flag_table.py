@@ -67,7 +67,7 @@ _REFUSED = {  # what to use -> flags
     "training is in bf16; omit it": """
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
         --megatron-deepgemm-moe-forward-modules""",
-    "it would change the model away from its checkpoint; omit it": "--spec",
+    "another layer specification would make the model differ from its checkpoint; omit it": "--spec",
     "no hook runs at the trainer's start; add a family with --model-family-path": "--custom-megatron-init-path",
     "use --custom-advantage-function-path, which gets the log-probs": "--custom-megatron-before-log-prob-hook-path",
     "use --custom-loss-function-path": "--custom-megatron-before-train-step-hook-path",
@@ -143,7 +143,7 @@ REFUSED = {flag: text for text, flags in _REFUSED.items() for flag in flags.spli
 _ACCEPTED = {  # why the flags change nothing -> flags of Megatron-LM
     "Megatron's training loop logs nothing; see --use-tensorboard, --use-wandb and MLflow": """
         --log-interval --log-throughput --log-progress --log-params-norm --log-timers-to-tensorboard""",
-    "it is for Megatron's own launcher": """
+    "only Megatron's own launcher uses it": """
         --distributed-timeout-minutes --distributed-backend --manual-gc --manual-gc-interval --rerun-mode
         --result-rejected-tracker-filename --straggler-minmax-count --calc-ft-timeouts""",
     "the weights come from the checkpoint": "--use-cpu-initialization --init-method-std",
@@ -158,7 +158,7 @@ _ACCEPTED = {  # why the flags change nothing -> flags of Megatron-LM
         --async-save --use-dist-ckpt --use-checkpoint-opt-param-scheduler""",
     "the optimizer is always distributed, with fp32 states": """
         --use-distributed-optimizer --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d""",
-    "Penstock's kernels determine this": """
+    "Penstock chooses the kernels itself": """
         --attention-softmax-in-fp32 --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm
         --no-async-tensor-model-parallel-allreduce --disable-bf16-reduced-precision-matmul --recompute-loss-function""",
     "tokens are exchanged by all-to-all, while the shared experts compute, and none is dropped": """
@@ -201,7 +201,7 @@ ACCEPTED: dict[str, str] = {flag: text for text, flags in _ACCEPTED.items() for 
     "--rollout-cleanup-timeout": "processes of a run have --grace-period seconds to end",
     "--log-multi-turn": "turns of a sample are always recorded",
     "--train-memory-margin-bytes": "`penstock doctor --plan` estimates the GPU memory before the start",
-    "--disable-weights-backuper": "reference and teacher are in host memory, and the policy only with --offload-train",
+    "--disable-weights-backuper": "the policy's weights are copied to host memory only with --offload-train",
     "--disable-wandb-random-suffix": "names in W&B never get a random suffix",
     "--wandb-always-use-train-step": "all metrics have the round as their step",
     "--wandb-exp-name": "a W&B run has the name of the run (--run)",

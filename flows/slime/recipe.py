@@ -1,7 +1,7 @@
 """`penstock import-slime`: translate a slime launch script into a recipe, a TOML file for `penstock train --config`.
 
-Every flag of the script's `train.py` or `train_async.py` becomes an option, or a comment that says why it does not.
-Nothing of the script is executed.
+Every flag that the script gives to `train.py` or `train_async.py` becomes an option, or a comment that says why it does
+not. Nothing of the script is executed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import (
-    SECTIONS,
-    SWITCHES,
-    PostTrainConfig,
-    flag_of_field,
-    option_value,
-    validate_config,
-)
-from penstock.flows.options.argv import short_repr, split_args
+from penstock.flows.config import SECTIONS, SWITCHES, PostTrainConfig, option_value, validate_config
+from penstock.flows.options.argv import flag_of_field, short_repr, split_args
 from penstock.flows.options.flags import (
     Values,
     apply_custom_config,
@@ -52,7 +45,9 @@ variables, arrays and sourced model files are followed. Every flag becomes an op
 PROGRAMS = ("train.py", "train_async.py")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 UNKNOWN = re.compile(r"<[^>]+>")  # a value that `read_script` could not compute
-INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")  # kept with an unknown variable in the path
+# If the path of one of these contains an unknown variable, the recipe has it anyway, and the user completes it.
+INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")
+# Names of models with supported architectures, and parts of names that mark models with other architectures.
 SUPPORTED = re.compile(
     r"(glm-?4|glm-?z1|qwen-?2|qwen-?3|deepseek-?v3|deepseek-?r1|llama-?3|kimi-?k2|moonlight)", re.IGNORECASE
 )
@@ -71,7 +66,7 @@ class Recipe:
     config: PostTrainConfig
     values: Values  # section -> option -> value
     comments: dict[tuple[str, str], str] = field(default_factory=dict)  # (section, option) -> comment
-    dropped: list[str] = field(default_factory=list)  # "--flag value: reason"
+    dropped: list[str] = field(default_factory=list)  # flags that did not become options: "--flag value: reason"
     environment: list[str] = field(default_factory=list)  # names of variables that the script exports
 
     @property
@@ -81,7 +76,7 @@ class Recipe:
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock import-slime`."""
+    """Run `penstock import-slime`. Return 0, or with --run the exit code of the run."""
     positional, own, rest = split_args(argv, {"--output": True, "--run": False})
     if rest or len(positional) != 1:
         found = f"; found {short_repr(' '.join([*positional, *rest]))}" if positional or rest else ""
@@ -105,12 +100,13 @@ def main(argv: list[str]) -> int:
 
 
 def import_script(path: Path) -> Recipe:
-    """Return the recipe of a slime launch script."""
+    """Return the recipe of a slime launch script. Raises an InputError if it cannot be translated."""
     secret = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
     environment = {k: v for k, v in os.environ.items() if not is_secret_name(k) and not secret.search(k.upper())}
 
     def find_source(source: str) -> Path | None:
-        """Return the file that the script sources: at its path, or in `models/` next to the script."""
+        """Return the file that the script sources: at its path, in `models/` next to the script, or in
+        `scripts/models/` of a folder above it."""
         name = Path(source).name
         candidates = [Path(source), path.parent / source, path.parent / "models" / name]
         candidates += [parent / "scripts" / "models" / name for parent in path.resolve().parents]
@@ -143,7 +139,8 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
         for position, word in enumerate(words):
             if (name := word.rpartition("/")[2]) in PROGRAMS:
                 argv = words[position + 1 :]
-                for rest in script.commands[number + 1 :]:  # a missing backslash: bash would run `--flag` as a command
+                # Commands that begin with `--` are arguments before which the script lacks a backslash.
+                for rest in script.commands[number + 1 :]:
                     if not rest[0].startswith("--"):
                         break
                     argv += rest
@@ -152,8 +149,8 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
 
 
 def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
-    """Check that the architecture of a script's model is supported, by the names of the model file that it sources and
-    of the checkpoint."""
+    """Check that the architecture of a script's model is supported, judging by the name of the model file that the
+    script sources, and of the checkpoint in `argv`. Raises ModelError."""
     names = [Path(source).stem for source in script.sourced if "models/" in source]
     checkpoints = [Path(word).name for flag, word in pairwise(argv) if flag == "--hf-checkpoint"]
     refused = [
@@ -172,7 +169,8 @@ def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
 
 
 def translate_flags(recipe: Recipe, argv: list[str]) -> None:
-    """Set the values of the recipe from the arguments of train.py. One error lists all unknown flags."""
+    """Set the values of the recipe from the arguments of train.py. Raises one OptionError that lists all unknown
+    flags."""
     unknown, options_set, num_of_model = [], set[str](), 0
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)
@@ -191,7 +189,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
         if any(UNKNOWN.search(arg) for arg in args) and not (args := resolve_unknown(recipe, name, args)):
             continue
         try:
-            if own is None and name.startswith(engine_prefixes()) and not is_listed(name):  # of SGLang or its router
+            if own is None and name.startswith(engine_prefixes()) and not is_listed(name):  # SGLang's or its router's
                 program, _, key = name.removeprefix("--").partition("-")
                 engine_backend("sglang").check_args({key: args}, router=program == "router")
             apply_flag(recipe.values, name, args, options_set)
@@ -207,8 +205,9 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
 
 
 def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
-    """Return the arguments that the recipe can contain for a flag with arguments that are known only when the script
-    runs; [] if the flag is dropped."""
+    """Return the arguments that the recipe has for a flag of which some arguments are known only when the script runs.
+    A path of INPUTS is kept with a comment, and a secret becomes a reference to its environment variable. For any other
+    flag return [], after adding it to the dropped flags."""
     own = penstock_flags().get(name)
     if own is not None and own[1] in INPUTS:
         names = ", ".join(sorted(set(re.findall(r"<(\w+)>", " ".join(args)))))
@@ -222,7 +221,7 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
 
 
 def adapt(recipe: Recipe) -> None:
-    """Change values that slime accepts and Penstock's checks would refuse, and add a comment to each."""
+    """Change values that slime accepts but Penstock's checks would refuse. Each changed value gets a comment."""
     for name in ("run", "train", "rollout", "debug", "eval"):
         recipe.values.setdefault(name, {})
     adapt_run(recipe)
@@ -236,11 +235,11 @@ def adapt(recipe: Recipe) -> None:
 
 
 def adapt_run(recipe: Recipe) -> None:
-    """Give the run a name, and the mode that the script's program has in slime."""
+    """Give the run a name. If the script runs train_async.py, let the run generate one rollout ahead."""
     run = recipe.values["run"]
     if recipe.values["train"].get("loss_type") == "sft_loss":
         for name in {"debug_train_only", "async_buffer_size", "async_mode"} & run.keys():
-            recipe.dropped.append(f"--{name.replace('_', '-')} {run.pop(name)}: SFT has no engines")
+            recipe.dropped.append(f"{flag_of_field(name)} {run.pop(name)}: SFT has no engines")
     elif recipe.program == "train_async.py" and not {"async_buffer_size", "async_mode"} & run.keys():
         run["async_buffer_size"] = 1
         recipe.comments["run", "async_buffer_size"] = "train_async.py generates one rollout ahead"
@@ -250,8 +249,8 @@ def adapt_run(recipe: Recipe) -> None:
 
 
 def adapt_rollout(recipe: Recipe) -> None:
-    """Move the address of the teacher's server to its own option, and seed the samples of deterministic inference, as
-    slime does."""
+    """Move the address of the teacher's server from --rm-url to its own option, and let engines with deterministic
+    inference sample with seeds, as slime does."""
     rollout = recipe.values["rollout"]
     if entries_of(recipe.values, "train.opd").get("opd_type") == "engine" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
@@ -306,7 +305,7 @@ def format_recipe(recipe: Recipe) -> str:
     for section in SECTIONS:
         entries = {name: value for name, value in entries_of(recipe.values, section).items() if value is not None}
         dumped = entries_of(values, section)
-        if has_null(entries.get("plugin_args", {})):  # the option takes JSON text, too
+        if has_null(entries.get("plugin_args", {})):  # TOML has no null, but the option also takes JSON text
             dumped["plugin_args"] = entries["plugin_args"] = json.dumps(entries["plugin_args"], ensure_ascii=False)
         tables = {name: table for name, table in entries.items() if isinstance(table, dict)}
         plain = {name: dumped.get(name, value) for name, value in entries.items() if name not in tables}

@@ -1,11 +1,11 @@
 """Read the variables, arrays and commands of a bash script without executing anything.
 
-Supported are assignments, arrays, `+=`, `export`, quotes, comments, continued lines, `${NAME}`, `${NAME:-default}`,
-`${NAME[@]}`, `$((...))` of integers, `source`, and of commands in `$(...)` those that compute a path or numbers: `cd`,
-`dirname`, `basename`, `realpath`, `pwd`, `echo` and `seq`. In an `if` block, the branch whose condition holds is read,
-if the condition compares known texts; otherwise the first branch. Loops, functions and here-documents are skipped. A
-variable that the script does not set has its value in `environment`. A value that cannot be known without execution
-becomes `<...>` in a word.
+These constructs are understood: assignments, arrays, `+=`, `export`, quotes, comments, continued lines, `${NAME}`,
+`${NAME:-default}`, `${NAME[@]}`, `$((...))` of integers, `source`, and `$(...)` with a command that computes a path or
+numbers (`cd`, `dirname`, `basename`, `realpath`, `pwd`, `echo`, `seq`). Of an `if` block, the branch whose condition
+holds is read if the conditions compare known texts, otherwise the first branch. Loops, functions and here-documents are
+skipped. A variable that the script does not set has its value in `environment`. A value that is known only when the
+script runs becomes `<...>`, for example `<MODEL_DIR>`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _BLOCK_ENDS = {"fi": "if", "done": "do", "esac": "case", "}": "{"}
 MAX_NUMBERS = 10_000  # maximum length of a sequence from `seq`
 _SCRIPT_PATH = re.compile(r"\$0|\$\{0\}|\$\{?BASH_SOURCE(\[0\])?\}?")
-_QUOTES = "\u201c\u201d\u2018\u2019"  # typographic quotes, which bash takes literally
+_QUOTES = "\u201c\u201d\u2018\u2019"  # typographic quotes, which are no quotes for bash; they are removed around words
 
 
 @dataclass
@@ -36,18 +36,25 @@ class Script:
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
-    commands: list[list[str]] = field(default_factory=list)  # words, expanded
-    sourced: list[str] = field(default_factory=list)  # paths, expanded, in order
+    commands: list[list[str]] = field(default_factory=list)  # words of each command, with variables replaced
+    sourced: list[str] = field(default_factory=list)  # paths of `source`, with variables replaced, in order
     not_found: list[str] = field(default_factory=list)  # sourced paths that do not exist here
-    from_environment: set[str] = field(default_factory=set)  # variables with the value of `environment`
+    from_environment: set[str] = field(default_factory=set)  # variables whose value comes from `environment`
 
 
 def read_script(
     path: Path, find_source: Callable[[str], Path | None], environment: Mapping[str, str] | None = None
 ) -> Script:
-    """Read a script and the files that it sources, which `find_source` maps from the path in the script to a file that
-    exists, or None. `environment` are variables that the script may read without setting them. Raises ValueError if a
-    file is not a text, or longer than MAX_BYTES."""
+    """Read a script and the files that it sources.
+
+    Args:
+        path: the script.
+        find_source: function that returns the file for a path after `source` in the script, or None if there is none.
+        environment: variables that the script may read without setting them.
+
+    Raises:
+        ValueError: a file is not UTF-8 text, or is longer than MAX_BYTES.
+    """
     reader = _Reader(find_source, environment or {})
     reader.read(path)
     return reader.script
@@ -55,24 +62,29 @@ def read_script(
 
 @dataclass
 class _Reader:
+    """Reads a script and the files that it sources into `script`."""
+
     find_source: Callable[[str], Path | None]
     environment: Mapping[str, str]
     script: Script = field(default_factory=Script)
-    path: Path = Path()  # of the file that is read
-    depth: int = 0  # of sourced files
+    path: Path = Path()  # the file that is being read
+    depth: int = 0  # 1 for the script, 2 for a file that it sources, ...
 
     def read(self, path: Path) -> None:
+        """Read the statements of a file."""
         text = read_file(path, MAX_BYTES).decode("utf-8")
         outer, self.path = self.path, path
         self.depth += 1
-        blocks: list[str] = []  # open blocks: "if" in the branch that is read, "before" or "else" in other ones, "do"
+        # The blocks that are open: "if" in the branch of an `if` block that is read, "before" in a branch before it and
+        # "else" in a branch after it; "do" or "case" in a block that is skipped.
+        blocks: list[str] = []
         for statement in split_statements(text):
             self.read_statement(statement, blocks)
         self.depth -= 1
         self.path = outer
 
     def read_statement(self, statement: str, blocks: list[str]) -> None:
-        """Read one statement, if it is not in a loop, a function or a later branch of an `if` block."""
+        """Read one statement, unless it is in a loop, a function or a branch of an `if` block that is skipped."""
         word, _, rest = statement.partition(" ")
         if word in ("then", "do", "{"):  # `then` and `do` may be followed by a statement
             statement, (word, _, _) = rest.strip(), rest.strip().partition(" ")
@@ -102,7 +114,7 @@ class _Reader:
         return None
 
     def read_command(self, statement: str) -> None:
-        """Read an assignment, a `source` or another command."""
+        """Record an assignment or a command in `script`, or read the file that a `source` names."""
         script, words = self.script, statement
         if match := re.match(r"(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*(?=[A-Za-z_])", words):
             if words.startswith("export"):
@@ -128,20 +140,20 @@ class _Reader:
             script.commands.append(expanded)
 
     def expand_words(self, text: str) -> Iterator[str]:
-        """Yield the words of a text, without quotes, with variables replaced; `${ARRAY[@]}` and `$(seq ...)` give
-        several, or none."""
+        """Yield the words of a text, without quotes and with variables replaced. `${ARRAY[@]}` and `$(seq ...)` become
+        any number of words."""
         for raw in split_words(text):
             if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\](?:[:+-].*)?\}}\"?", raw, re.DOTALL):
                 yield from self.script.arrays.get(match[1], [])
             elif raw.startswith("$(seq "):
                 yield from self.expand(raw).split("\n")
             elif re.fullmatch(r"\$[@*]", raw.strip('"')):
-                continue  # `$@`: the script is read without arguments
+                continue  # the arguments of the script: it is read without any
             else:
                 yield self.expand(raw).strip(_QUOTES)
 
     def expand(self, raw: str) -> str:
-        """Return a word without quotes, with variables replaced."""
+        """Return the word `raw` without quotes and with variables replaced."""
         out, position = [], 0
         while position < len(raw):
             character = raw[position]
@@ -164,8 +176,8 @@ class _Reader:
         return "".join(out)
 
     def value_of(self, expansion: str) -> str:
-        """Return the value of `$NAME`, `${NAME}`, `${NAME:-default}`, `$((...))` or the script's directory; `<...>` if
-        it is not known."""
+        """Return the value of an expansion (`$NAME`, `${NAME}`, `${NAME:-default}`, `$((...))`, `$(...)`, or the path
+        of the script); `<...>` if it is not known."""
         unknown = f"<{expansion.lstrip('$').strip('{}')}>"
         if expansion.startswith("$((") and expansion.endswith("))"):
             formula = re.sub(
@@ -190,7 +202,8 @@ class _Reader:
         return unknown if default is None else self.expand(default)
 
     def substitute(self, words: list[str]) -> str | None:
-        """Return what a command in `$(...)` would print, if it only computes a path or numbers, else None."""
+        """Return what the command in `$(...)` with these words would print, if it only computes a path or numbers, else
+        None."""
         if "|" in words or not words:
             return None
         name = words[0]
@@ -215,14 +228,14 @@ class _Reader:
 
 
 def split_statements(text: str) -> Iterator[str]:
-    """Yield the statements of a script: separated by line ends, `;`, `&`, `&&`, `||` and `|` outside of quotes and
-    parentheses; without comments and here-documents."""
+    """Yield the statements of a script, without comments and here-documents. They are separated by line ends, `;`, `&`,
+    `&&`, `||` and `|` outside of quotes and parentheses."""
     text = re.sub(r"\\\r?\n", " ", text)
     text = re.sub(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n(.*?)^\s*\2[ \t]*$", r"\3", text, flags=re.DOTALL | re.MULTILINE)
     start = position = 0
     while position <= len(text):
         rest = text[position : position + 2]
-        # this `&` belongs to a redirection: 2>&1 or &>file
+        # whether an `&` here belongs to a redirection: 2>&1 or &>file
         redirects = text[position - 1 : position] == ">" or rest == "&>"
         if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not redirects):
             if statement := text[start:position].strip():
@@ -258,7 +271,8 @@ def skip(text: str, position: int) -> int:
 
 
 def end_of_value(text: str, position: int, closing: str | None) -> int:
-    """Return where a value ends: at `closing`, or, if None, at white space."""
+    """Return where the value that starts at `position` ends: before the character `closing`; None: before white
+    space."""
     while position < len(text):
         if text[position] == closing or (closing is None and text[position].isspace()):
             return position

@@ -19,22 +19,22 @@ from penstock.flows.terminal.escape import StreamProxy, escape_controls, unescap
 
 
 class TerminalConsole(Console):
-    """A console that writes its own control codes, and escapes control codes in printed texts."""
+    """A console that escapes control characters in printed texts, but not the control codes that rich itself adds."""
 
     def __init__(self, *, file: IO[str] | None = None, **options: Any) -> None:
         super().__init__(file=unescaped(file or sys.stdout), **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as a text: escaped before its width is measured."""
+        """Return a string as rich text. It is escaped first, because an escaped character is wider."""
         return super().render_str(escape_controls(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of whatever is printed."""
+        """Yield the segments of what is printed, escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
     def out(self, *objects: Any, **options: Any) -> None:
-        """Print objects as they are, but escaped."""
+        """Print objects without markup or highlighting, escaped."""
         super().out(*(escape_controls(str(each)) for each in objects), **options)
 
     def show_cursor(self, show: bool = True) -> bool:
@@ -45,8 +45,8 @@ class TerminalConsole(Console):
 def print_table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: bool = False, width: int = 160
 ) -> None:
-    """Print a table to standard output, `width` characters wide if that is not a terminal; with `numeric` all columns
-    but the first are aligned to the right."""
+    """Print a table to standard output. If that is not a terminal, the table is at most `width` characters wide. With
+    `numeric` all columns but the first are aligned to the right."""
     table = Table(box=None, pad_edge=False)
     for index, title in enumerate(titles):
         table.add_column(title, justify="right" if numeric and index else "left")
@@ -64,23 +64,23 @@ def wide_console(width: int = 160) -> TerminalConsole:
 
 
 def can_redraw(console: Console) -> bool:
-    """Return whether a console is a terminal that can redraw lines: not a pipe, a file or TERM=dumb, also if
-    FORCE_COLOR asks for colours."""
+    """Return whether a console is a terminal that can redraw lines. It cannot if it is a pipe or a file (even with
+    FORCE_COLOR) or has TERM=dumb."""
     return console.is_interactive and not console.is_dumb_terminal and bool(getattr(console.file, "isatty", bool)())
 
 
 class LiveRegion(Live):
-    """Lines at the bottom of a terminal, redrawn four times a second, with other output above them. Thread-safe.
+    """Lines at the bottom of a terminal that are redrawn four times a second. Thread-safe.
 
-    While it is open, what this process writes to sys.stdout and sys.stderr appears above the region. The cursor is on
-    the line below it: a killed process leaves the terminal usable.
+    While the region is open, what this process writes to sys.stdout and sys.stderr appears above it. The cursor stays
+    on the line below the region, so a killed process leaves a usable terminal.
     """
 
     def __init__(self, console: Console, render: Callable[[int, int], Sequence[Text]]) -> None:
         self._render = render
         self._frame = Group()
         self._terminal = console.file
-        self._replaced: dict[str, Any] = {}  # name in sys -> stream to restore
+        self._replaced: dict[str, Any] = {}  # "stdout", "stderr" -> stream that `stop` restores
         super().__init__(
             console=console, transient=True, redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop"
         )
@@ -88,7 +88,7 @@ class LiveRegion(Live):
     def get_renderable(self) -> RenderableType:
         """Return the lines of the region for the present size of the terminal."""
         width, height = self.console.size
-        with suppress(RuntimeError):  # a dictionary grew while it was drawn: show the previous frame
+        with suppress(RuntimeError):  # another thread changed a dictionary while it was drawn: show the previous frame
             lines = list(self._render(width - 1, height - 1))[: max(height - 1, 0)]  # no line wraps
             for line in lines:
                 line.truncate(width - 1, overflow="ellipsis")
@@ -121,12 +121,12 @@ class LiveRegion(Live):
 
     def print(self, text: Text) -> None:
         """Print a text above the region."""
-        with self._lock:  # two threads that print at once would move the cursor by the same frame
+        with self._lock:  # two threads that print at the same time would both erase the region, and lines above it
             self.console.print(text, soft_wrap=True)
 
 
 class _LinesAbove(StreamProxy):
-    """A text stream whose complete lines appear above a region."""
+    """A text stream whose complete lines appear above a `LiveRegion`."""
 
     def __init__(self, region: LiveRegion, stream: IO[str]) -> None:
         super().__init__(stream)
@@ -146,7 +146,7 @@ class _LinesAbove(StreamProxy):
 
 
 class _LastingStream(StreamProxy):
-    """A terminal that may be closed during a run: later output is discarded."""
+    """The stream of a terminal that may be closed during a run. Output after that is discarded."""
 
     def write(self, text: str) -> int:
         """Write a text and flush it."""

@@ -1,8 +1,8 @@
 """Escape control characters in everything that a command prints to the terminal.
 
-Samples, names and errors may contain text that a model or a data set wrote. A terminal obeys its control sequences,
-which set the title, clear the screen, hide text, or show a link to a place that it does not name. Imports only the
-standard library, because `penstock setup` runs before anything is installed.
+Samples, names and errors may contain text from a model or a data set. A terminal obeys the control sequences in such
+text: they can set the title, clear the screen, hide text, or show a link whose text hides its target. This module
+imports only the standard library, because `penstock setup` runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any
 
-# C0 except tab and newline, C1, invisible format characters (bidirectional controls, tags, ...; not the joiners of
-# emoji and scripts), separators of lines, and halves of surrogate pairs, which no encoding can print.
+# The control characters C0 (except tab and newline) and C1, invisible format characters (such as bidirectional controls
+# and tags, but not the joiners that emoji and some scripts need), line separators, and halves of surrogate pairs, which
+# no encoding can print.
 _CONTROL = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ud800-\\udfff"
     "\\ufeff\\ufff9-\\ufffb\\U0001bca0-\\U0001bca3\\U0001d173-\\U0001d17a\\U000e0000-\\U000e0fff]"
@@ -23,7 +24,7 @@ _CONTROL = re.compile(
 
 
 def escape_controls(text: str) -> str:
-    r"""Return the text with its control characters as JSON writes them (`\u001b`), so that printed JSON stays equal."""
+    r"""Return the text with control characters as JSON escapes (`\u001b`), so that printed JSON keeps its meaning."""
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
@@ -65,7 +66,7 @@ def escaped_output() -> Iterator[None]:
 
 
 def unescaped(stream: IO[str]) -> IO[str]:
-    """Return the original stream of an escaping stream, for Penstock's own control codes; other streams are returned
-    unchanged."""
+    """Return the stream below an escaping stream, to which Penstock writes its own control codes. Any other stream is
+    returned unchanged."""
     original: IO[str] = getattr(stream, "unescaped", stream)
     return original

@@ -1,4 +1,4 @@
-"""The lines that describe a run in a terminal or a log: of a round, an evaluation, samples; the summary at the end."""
+"""The lines that describe a run in a terminal or a log: rounds, evaluations, samples, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.text import Text
 from penstock.storage.commit import Commit, eval_rewards, evaluation_rewards, training_rewards
 
 MAX_COLUMNS = 100  # width of the line of a round
-BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
+BLOCKS = "▁▂▃▄▅▆▇█"  # the characters of which a curve is made
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Column:
     """A number in the line of a round."""
 
     label: str  # described in docs/metrics.md
-    metrics: tuple[str, ...]  # the first one present is shown
+    metrics: tuple[str, ...]  # the first of these metrics that the round has is shown
     style: str  # format of the number
     rank: int  # columns with a higher rank are left out first if the line is too long
     hidden_at_zero: bool = True  # the column appears only in a run in which the number has not always been 0
@@ -34,7 +34,7 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("rollout/raw_reward",), ".3f", 0, hidden_at_zero=False),
-    Column("loss", ("train/loss",), "z.4f", 4),  # of a single on-policy step: only a rounding error around 0
+    Column("loss", ("train/loss",), "z.4f", 4),  # z omits the sign of -0.0000, the usual loss of one on-policy step
     Column("value", ("train/critic-value_loss",), ".4f", 11),
     Column("kl", ("train/kl_loss", "train/ppo_kl"), ".1e", 5),
     Column("grad", ("train/grad_norm",), ".2g", 7),
@@ -61,7 +61,7 @@ class RoundLines:
         self._nonzero: set[str] = set()  # labels of the columns that have not always been 0
 
     def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
-        """Return label -> number of the columns that a round with these metrics shows."""
+        """Return label -> formatted number of the columns that a round with the metrics `numbers` shows."""
         texts = {}
         for column in COLUMNS:
             value = next((numbers[name] for name in column.metrics if name in numbers), None)
@@ -82,9 +82,15 @@ class RoundLines:
         overlap: Mapping[str, float] | None = None,
         width: int = MAX_COLUMNS,
     ) -> Text:
-        """Return the line of a round, of at most `width` columns, unless reward and time alone are longer. `step` is
-        the commit of the step or, in a run without training, of the rollout; only the last entry of `publish_seconds`
-        (weight updates) counts; `overlap` are metrics of an asynchronous run that are not in commits."""
+        """Return the line of a round. Columns are left out until it has at most `width` characters or only two columns.
+
+        Args:
+            step: commit of the training step or, in a run without training, of the rollout.
+            rollout: commit of the rollout that was trained.
+            publish_seconds: durations of weight updates; the last one is counted in the time of the round.
+            overlap: metrics of an asynchronous run that are not in commits.
+            width: maximum width of the line.
+        """
         texts = self.add({**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})})
         ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
         if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
@@ -99,10 +105,10 @@ class RoundLines:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as at most `width` block characters, from the lowest (▁) to the highest (█).
+    """Return a curve of the values as at most `width` block characters, from the lowest value (▁) to the highest (█).
 
-    Longer sequences are averaged over equal parts. Values that are not finite are left out; equal values are drawn in
-    the middle.
+    If there are more values than characters, each character shows the mean of several values. Values that are not
+    finite are left out. If all are equal, they are drawn at half height.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite or width < 1:
@@ -130,7 +136,7 @@ def short_exponent(number: str) -> str:
 
 
 def describe_commit(commit: Commit, num_rounds: int) -> str:
-    """Return the line of a single commit; for a step, without the columns of its rollout."""
+    """Return the line about a single commit. The line of a training step has no columns from its rollout."""
     if commit.kind in ("rollout", "step"):
         return RoundLines(num_rounds).format(commit).plain
     return EVENT_LINES[commit.kind](commit).strip()
@@ -163,7 +169,8 @@ def clip_line(text: str, width: int) -> str:
 
 
 def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], store_uri: str) -> dict[str, str]:
-    """Return the results of a run and the seconds of each stage: title -> text."""
+    """Return the results of a run and the seconds of each stage: title -> text. `publish_seconds` are the durations of
+    its weight updates."""
     rows: dict[str, str] = {}
     newest = {c.kind: c for c in sorted(commits, key=lambda c: c.index)}
     if "step" in newest:
@@ -180,9 +187,10 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
 
 
 def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:
-    """Return stage -> seconds, in the order of the loop.
+    """Return stage -> seconds, in the order of the loop. `publish_seconds` are the durations of weight updates.
 
-    The total of a commit is the entry of `commit.seconds` named like its stage (`train`), else the sum of all entries.
+    The duration of a commit is the entry of `commit.seconds` with the name of its stage (such as `train`), or, without
+    such an entry, the sum of all entries.
     """
     spent: dict[str, float] = {}
     for kind, stage in _STAGES.items():
@@ -235,7 +243,7 @@ _round: ContextVar[int | None] = ContextVar("round", default=None)
 
 @contextmanager
 def log_context(stage: str, round_number: int | None) -> Iterator[None]:
-    """Give the lines that this thread prints during the block a stage and, unless None, a round."""
+    """Add a stage and a round (None: no round) to the JSON lines that this thread prints during the block."""
     tokens = _stage.set(stage), _round.set(round_number)
     try:
         yield
@@ -252,9 +260,9 @@ def json_line(level: str, run: str, message: str) -> str:
 
 
 def round_of_task(name: str) -> int | None:
-    """Return the round of a task run's name: `train-000004` is in round 4. The names of publications, checkpoints and
-    evaluations have the policy version, which is the number of trained rounds, so `checkpoint-000005` is in round 4,
-    too. Return None for stages without a number, and for version 0, which no round has trained."""
+    """Return the number of the round to which a task run belongs, from its name: `train-000004` belongs to round 4. The
+    names of weight updates, checkpoints and evaluations contain a policy version instead: `checkpoint-000005` belongs
+    to round 4, too, which trained version 5. Return None for names without a number, and for version 0."""
     match = re.match(r"([a-z-]+)-(\d+)", name)
     if match is None:
         return None

@@ -1,6 +1,6 @@
 """The live panel of a run on a terminal: progress, stages, reward, engines, GPUs, samples, links.
 
-`Display` (flows/runtime/display.py) changes the state; a LiveRegion draws it several times a second.
+`Display` (flows/runtime/display.py) changes what the panel shows; a LiveRegion draws it several times a second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.flows.terminal.lines import format_duration, json_line, sparkline
 from penstock.storage.commit import Commit, eval_rewards
 
 MAX_WIDTH = 100  # columns
-ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
-LABEL = 10  # columns of the titles of rows
-MAX_MESSAGES, MAX_ENDED = 12, 40  # of each level; activities
+ETA_ROUNDS = 10  # the remaining time is estimated from the median duration of this many newest rounds
+LABEL = 10  # width in characters of the titles of rows
+MAX_MESSAGES, MAX_ENDED = 12, 40  # number of printed lines (of each level) and of ended activities that are kept
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 STAGES = {  # name of a stage's function -> its name in the panel, in the order of the loop
@@ -52,40 +52,40 @@ STAGE_BARS = {  # flow -> stages of its bar
 
 @dataclass
 class Activity:
-    """Something that is running: a stage, or a part of one with a known number of steps."""
+    """Something that is running: a stage, or a part of a stage with a known number of steps (`total`)."""
 
     title: str
     stage: str
     started_at: float = field(default_factory=time.monotonic)
-    ended_at: float | None = None  # of an activity that was not interrupted by an exception
+    ended_at: float | None = None  # None while it is running, and if an exception interrupted it
     done: int = 0
     total: int | None = None
 
 
 class Panel:
-    """The state of the panel, and the methods that draw it. `num_rounds` is 0 if the flow does not train."""
+    """What the panel shows, and the methods that draw it. `num_rounds` is 0 if the flow does not train."""
 
     def __init__(self, run: str, flow: str, num_rounds: int) -> None:
         self.run = run
         self.flow = flow
         self.num_rounds = num_rounds
-        self.links: Callable[[], Mapping[str, str]] = dict  # title -> URL of the run's pages that are known by now
-        self.engines: Callable[[], str] = str  # the state of the engines in words, "" before their start
-        self.num_done = 0  # rounds
+        self.links: Callable[[], Mapping[str, str]] = dict  # returns title -> URL of the pages about the run
+        self.engines: Callable[[], str] = str  # returns the state of the engines in words, "" before their start
+        self.num_done = 0  # number of trained rounds
         self.curve_name = "reward"
-        self.curve: dict[int, float] = {}  # round -> reward, or loss without rewards
+        self.curve: dict[int, float] = {}  # round -> its reward, or its loss in a run without rewards
         self.evaluations: dict[str, dict[int, float]] = {}  # data set -> policy version -> reward
         self.last_round = ""  # durations of the stages of the newest round
         self.samples: Sequence[Text] = ()  # best and worst sample of the newest round
         self.machine: Mapping[str, float] = {}  # newest system metrics
-        self.phase = ""  # activity outside of the stages, for instance the shutdown
-        self.messages: dict[str, deque[tuple[float, str]]] = {  # level -> newest printed lines with their time
+        self.phase = ""  # what happens outside of the stages, for instance the shutdown
+        self.messages: dict[str, deque[tuple[float, str]]] = {  # level -> (time, text) of the newest printed lines
             "warning": deque(maxlen=MAX_MESSAGES),
             "info": deque(maxlen=MAX_MESSAGES),
         }
         self.ended_activities: deque[Activity] = deque(maxlen=MAX_ENDED)
         self.activities: list[Activity] = []
-        self.finished: set[str] = set()  # stages that this start has finished
+        self.finished: set[str] = set()  # stages that were finished at least once since the panel was opened
         self.started_at = time.monotonic()
         self._round_ends = [self.started_at]
 
@@ -116,14 +116,14 @@ class Panel:
                 self.evaluations.setdefault(task, {})[commit.index] = reward
 
     def finish_round(self, rollout_id: int, at: float | None = None) -> None:
-        """Count a round that this start (this execution of the run) has trained, now or at the time `at`
-        of the monotonic clock."""
+        """Count a round that was trained now, or at the time `at` of the monotonic clock."""
         self.num_done = max(self.num_done, rollout_id + 1)
         self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic() if at is None else at]
 
     def seconds_left(self) -> float | None:
-        """Return the estimated time until the last round is trained; None before the second round of this start."""
-        ends = self._round_ends[1:]  # the first round waits for the processes
+        """Return the estimated seconds until the last round is trained; None before the end of the second round that
+        this process trains, and after the last."""
+        ends = self._round_ends[1:]  # not the duration of the first round, in which processes start
         if len(ends) < 2 or self.num_done >= self.num_rounds:
             return None
         durations = [end - start for start, end in pairwise(ends)]
@@ -132,8 +132,8 @@ class Panel:
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
     def render(self, width: int, height: int) -> list[Text]:
-        """Return the lines of the panel, at most `height` of at most `width` columns. The less important lines are left
-        out first."""
+        """Return the lines of the panel: at most `height` lines, at most `width` characters wide. If they do not fit,
+        less important lines are left out."""
         width = min(width, MAX_WIDTH)
         required = [self._title(width), *self._activity_rows(width)]
         active = {activity.stage for activity in list(self.activities)}
@@ -153,7 +153,7 @@ class Panel:
             [Text("  ").join(links)] if links else [],
             list(self.samples),
         ]
-        rows = 1 + len(required)  # with a rule above
+        rows = 1 + len(required)  # 1 for the horizontal rule above
         shown: list[list[Text]] = []
         for block in blocks:
             fits = rows + len(block) <= height
@@ -165,7 +165,7 @@ class Panel:
         return [Text("─" * width, style="dim"), *lines] if len(lines) < height else lines[:height]
 
     def phase_row(self, otherwise: str) -> Text:
-        """Return one line with the current phase and its duration; `otherwise` is shown without a phase."""
+        """Return one line with the current phase, or `otherwise` if there is none, and the time since the start."""
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
         elapsed = format_duration(now - self.started_at)
@@ -224,7 +224,7 @@ def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
 
 
 def describe_machine(metrics: Mapping[str, float]) -> list[str]:
-    """Return the use of CPU, memory and GPUs in words, from the metrics of reporting/monitors.py; of several GPUs the
+    """Return the use of CPU, memory and GPUs in words, from the metrics of `sample_system`. For several GPUs it has the
     lowest and the highest value."""
     if not metrics:
         return []
@@ -245,13 +245,19 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
 
 # ---- before a run has a display --------------------------------------------------------------------------------------
 
-_shown: list[tuple[Panel, LiveRegion]] = []  # at most one, on a terminal
+_shown: list[tuple[Panel, LiveRegion]] = []  # the line of `show_wait`, if it is shown on a terminal
 
 
 def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
-    """Show what the command is waiting for: on a terminal in one line that `end_wait` erases; otherwise as a printed
-    line (JSON with `as_json`, --log-format json). With `only_on_terminal` it is not printed elsewhere, so that a
-    refused command prints only its error."""
+    """Show what the command is waiting for: on a terminal in one line that `end_wait` erases, otherwise as a printed
+    line.
+
+    Args:
+        text: what the command is waiting for.
+        run: name of the run.
+        as_json: print the line as JSON (--log-format json).
+        only_on_terminal: print nothing if the output is not a terminal.
+    """
     console = TerminalConsole(file=sys.stdout, highlight=False)
     if only_on_terminal and (as_json or not can_redraw(console)):
         return

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.config import list_options
+from penstock.flows.options.argv import flag_of_field
 from penstock.storage.commit import Commit, RunKeys, commit_key
 
 ROOT = Path(__file__).parents[2]

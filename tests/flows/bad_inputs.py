@@ -17,7 +17,8 @@ from typing import Any
 import annotated_types
 from bad_place import MODELS, TOKENIZERS, WEIGHTS
 
-from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.config import list_options
+from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.values import leaf_types
 
 TRAIN = {

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.config import list_options
+from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.help import SHORT, first_sentence
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engines.training import GIB
 from penstock.flows.config import Flow, validate_config
-from penstock.flows.gpu_plan import GIB, plan_gpu_memory
+from penstock.flows.gpu_plan import plan_gpu_memory
 from penstock.flows.inspect.plan import plan_fits
 from penstock.flows.options.flags import parse_values
 from tests.engines.real_models import REAL_MODELS
