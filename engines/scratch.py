@@ -24,8 +24,8 @@ from pathlib import Path
 PREFIX = "penstock-"
 LOCK = "owner.lock"
 KEPT = "kept"  # marker file: the owner failed, and the logs in its directory may be needed
-KEEP_SECONDS = 24 * 3600  # a new owner removes a directory with the file KEPT only after this; `penstock gc` at once
-COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of Penstock's directory
+KEEP_SECONDS = 24 * 3600  # age at which a new owner removes a directory with the file KEPT; `penstock gc` does at once
+COMPILE_CACHES = {  # variable that names a compiler's cache directory -> its subdirectory of ~/.cache/penstock
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",  # by default Inductor would move Triton's directory into its own
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",  # used with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
@@ -33,7 +33,7 @@ COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> nam
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
 MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-STACK_SIGNAL = signal.SIGUSR2  # makes a process print its Python stacks, as engines' launch scripts do
+STACK_SIGNAL = signal.SIGUSR2  # makes the trainer's and engines' processes print their Python stacks
 
 _own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock file, pid of the owner
 
