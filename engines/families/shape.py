@@ -68,7 +68,7 @@ class Experts(_Component):
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
-    num_groups: int = 1  # number of groups of experts; top-k selects only from the best `top_groups` of these groups
+    num_groups: int = 1  # groups of experts; for each token, top-k selects only from its best `top_groups` groups
     top_groups: int = 1
     scaling: float = 1.0  # factor by which the sum of the routed experts' outputs is multiplied
 
@@ -113,8 +113,8 @@ class ModelShape(BaseModel):
 
     def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
-        recomputation). Causal attention computes half of the token pairs in `sum_of_squared_lengths` of the sequences.
-        `frozen`: the weights have no gradients, because only adapters are trained (which are not counted)."""
+        recomputation). The squared lengths of the sequences count pairs of tokens; causal attention computes half of
+        them. `frozen`: the weights have no gradients, because only adapters are trained, which are not counted."""
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
         attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
         products = 4.0 if frozen else 6.0  # forward, gradient of the input, gradient of the weight; 2 FLOPs each

@@ -77,7 +77,8 @@ def adapter_of(url: str) -> str | None:
 
 @contextmanager
 def requesting(url: str) -> Iterator[str | None]:
-    """Yield the adapter of a request to the engine at `url`, or None; inside the block it counts as used."""
+    """Yield the adapter that a request to the engine at `url` must name (None: no adapter). The block is the request:
+    the adapter counts as in use inside it."""
     with _lock:
         name = _current.get(url)
         if name is not None:
@@ -93,5 +94,5 @@ def requesting(url: str) -> Iterator[str | None]:
 
 
 def is_requested(name: str) -> bool:
-    """Return whether a request of this process in flight uses the adapter."""
+    """Return whether a request in flight of this process uses the adapter."""
     return name in _num_requests
