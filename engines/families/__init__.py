@@ -142,7 +142,7 @@ def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Numbers of parameters of one rank, which are two because experts are sharded over other ranks than dense layers."""
+    """Numbers of dense and of expert parameters that one rank holds: these are sharded over different sets of ranks."""
 
     dense: int
     expert: int = 0
