@@ -37,7 +37,8 @@ MOMENTS = 2 * FP32  # bytes per parameter
 # CUDA context, libraries, workspaces and fragmentation of the caching allocator. Three totals measured on an H100
 # exceed the estimate of the tensors by 5.2 to 5.6 GiB (tests/engines/test_memory_plan.py).
 RUNTIME = 5 * GIB
-# Parameter elements of a chunk of --optimizer-cpu-offload: 384 MiB of state. A larger parameter is a chunk of its own.
+# Number of parameter elements that --optimizer-cpu-offload updates at a time (384 MiB of optimizer state). A parameter
+# with more elements is updated alone.
 CHUNK_NUMEL = 2**25
 MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed together by `--recompute-modules moe`
 
@@ -208,9 +209,10 @@ def activation_bytes(
         vocabulary = -(-shape.vocab_size // layout.tensor)
         chunk = min(tokens, options.log_probs_chunk_size)
         logits = (FP32 if options.fp32_head else size) * vocabulary * chunk
-        temporary = max(temporary, 2 * logits + size * vocabulary * shape.hidden_size)  # logits, gradients, head's
+        # Logits and their gradient, and the gradient of the head's weight.
+        temporary = max(temporary, 2 * logits + size * vocabulary * shape.hidden_size)
         residual = size * shape.hidden_size * tokens
-        # the head's input, and input and output of the final norm
+        # The input of the head, and the input and output of the final norm.
         stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)
     return stored, temporary
 

@@ -112,7 +112,7 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
         for name in sorted(names):  # so that the error always names the same class
             allowed.append((_PLAIN_CLASSES.get(name) or _stand_in_class(name, where), name))
         stream.seek(0)
-        # `names` lacks those that torch already allows: `safe_globals` would disallow them at the end of the block
+        # Classes that torch allows anyway are not in `names`: at its end, the block would make torch refuse them.
         with torch.serialization.safe_globals(allowed):
             return torch.load(stream, map_location="cpu", weights_only=True)
 
@@ -146,7 +146,7 @@ def _stand_in_class(name: str, where: str | Path) -> type[_StandIn]:
 
 @contextmanager
 def _refusing_damaged(where: str | Path) -> Iterator[None]:
-    """Raise ModelError if the block cannot unpickle a file."""
+    """Raise ModelError, with the name `where` of the file, if the block cannot unpickle the file."""
     try:
         yield
     except PenstockError:

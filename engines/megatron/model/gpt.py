@@ -59,8 +59,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # Here the backward pass all-reduces the hidden states' gradient over tensor-parallel ranks once, not per `head`
-        # call.
+        # The backward pass of this operation all-reduces the hidden states' gradient over tensor-parallel ranks: once,
+        # not in every call of `head`.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
 
     @torch.no_grad()
     def zero_vocab_padding(self) -> None:
-        """Set the padding rows of the vocabulary in embedding and LM head to zero: they are unused, but are part of
+        """Set the vocabulary's padding rows in embedding and LM head to zero. Nothing uses these rows, but they are in
         checkpoints and weight digests, which must be reproducible."""
         if self.num_padded and self.pre_process:
             self.embedding.word_embeddings.weight[-self.num_padded :].zero_()
