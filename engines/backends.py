@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.engines.serving.server import EngineServer
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
-FULL_DISTRIBUTION = (("top_p", 1.0), ("top_k", -1))  # sampling parameters that remove no token
+FULL_DISTRIBUTION = (("top_p", 1.0), ("top_k", -1))  # values with which these sampling parameters exclude no token
 DEFAULT = "sglang"
 BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}  # value of --engine -> module:class
 

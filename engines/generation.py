@@ -41,7 +41,7 @@ class TokenCounts:
 
     prompt: int = 0  # prompt tokens; each turn of a conversation counts all preceding tokens again
     cached: int = 0  # prompt tokens that were in the engines' prefix cache
-    verifications: int = 0  # forward passes that verified draft tokens; each also samples one token of its own
+    verifications: int = 0  # forward passes that verified draft tokens; each also samples one further token
     proposed: int = 0  # draft tokens
     accepted: int = 0  # draft tokens that became part of a response
 
@@ -191,8 +191,9 @@ class EngineClient(ABC):
         """
 
     async def score(self, input_ids: list[int]) -> list[float]:  # [L]
-        """Return the log-prob of each token given those before it, at temperature 1; 0.0 for the first one. Needs
-        Capability.SCORES. Errors as in `generate_each`; RuntimeError if the answer has no log-probs of these tokens."""
+        """Return the log-prob of each token given the tokens before it, at temperature 1; 0.0 for the first token.
+        Needs Capability.SCORES. Raises the errors of `generate_each`, and RuntimeError if the answer has no log-probs
+        of these tokens."""
         raise NotImplementedError
 
     @abstractmethod

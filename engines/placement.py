@@ -39,7 +39,8 @@ class PlacementOptions:
     node_timeout: float = 600  # seconds to wait for a node that died
 
     def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including those at the end of a node that are too few for an engine."""
+        """Return the number of GPUs to reserve, including GPUs at the end of a node that are too few for an engine and
+        stay unused."""
         return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
 
     def end_of_engines(self, gpus_per_node: int) -> int:
@@ -213,7 +214,7 @@ class Placement:
         first = gpus[0]
         if len({gpu.node for gpu in gpus}) > 1:
             raise LayoutError(
-                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one: set "
+                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one node: set "
                 "--num-gpus-per-node to the number of GPUs of the smallest node"
             )
         if first.node not in alive:

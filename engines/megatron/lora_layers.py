@@ -284,7 +284,7 @@ def _connect_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor |
 
 
 def reset_adapters(chunks: list[PolicyModel], seed: int) -> None:
-    """Initialize all adapters, so that the policy computes the same as its base model."""
+    """Initialize all adapters. Their output is then zero: the policy computes the same as its base model."""
     for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
         adapter.reset(seed)
 

@@ -53,7 +53,7 @@ class TrainerOptions:
     fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
-    lora: LoraOptions | None = None  # adapters; the model's own weights then have no gradients and optimizer state
+    lora: LoraOptions | None = None  # with adapters, the model's own weights have no gradients and optimizer state
     megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
 
 
@@ -198,8 +198,8 @@ def activation_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of the activations of all micro-batches in flight, and of the largest temporary tensors.
 
-    The first of p stages keeps the activations of p micro-batches (1F1B), later stages those of fewer. With m virtual
-    chunks per stage it keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
+    The first of p stages keeps the activations of p micro-batches (1F1B), later stages keep fewer. With m virtual
+    chunks per stage the first stage keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
     """
     size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
     stored, temporary = (tokens * x for x in layer_activations(shape, layers, layout, size, options.megatron))

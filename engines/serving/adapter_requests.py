@@ -3,7 +3,7 @@
 A driver loads the adapter of each policy version of its run under a separate name, `<run>/<version>@<owner>-<driver>`:
 
     owner    identifies the run among runs of the same name in other stores, which may share the engines
-    driver   random, so that a driver never uses an adapter that another one has loaded: it sends the adapter again
+    driver   random: a driver never uses an adapter that another driver has loaded, but sends the adapter again
 
 Requests name the adapter, so engines need no pause at an update: a request keeps the adapter that it started with, and
 later requests use the next one. Adapters that no request of this process uses are unloaded.

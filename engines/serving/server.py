@@ -58,7 +58,7 @@ class ServerSpec(BaseModel):
     only in a private network: engines may unpickle request data, which can execute code. The server always has an API
     key."""
     network_interface: str | None = None
-    """With `several_nodes`: network interface whose address the servers use; by default that of Ray's node address."""
+    """With `several_nodes`: network interface whose address the servers use; None: the node's address in Ray."""
     num_nodes: int = 1
     """Number of nodes of one engine; one server process runs on each."""
     port: int = 0

@@ -63,7 +63,7 @@ class SGLangServer(EngineServer):
     # Variables that make SGLang open further ports, replace its HTTP server or run other code, which the checks of its
     # flags would not see: those of its dumper and of its tests, and names that end with a kind of address.
     not_inherited = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
-    # A server that cannot bind its port keeps running, because one of its threads waits for the HTTP server.
+    # Searched in the log, because a server that cannot bind its port does not exit: a thread waits for its HTTP server.
     bind_error = r"bind on address \('[^']*', {port}\b.*in use"
     # Offset 10000 is for gRPC (0.5.15.post1 does not start if this port exceeds 65535); 233 to 240 are for attention
     # with data parallelism.

@@ -46,7 +46,7 @@ POLL_ABORTS = 0.1  # seconds between repeated abort calls, which are sent until 
 MAX_CONCURRENT_ABORTS = 64
 ROUTING_KEY = "X-SMG-Routing-Key"  # HTTP header; the router's policy "manual" sends equal keys to the same engine
 UNLOAD_TIMEOUT = 60.0  # seconds
-_unloading = threading.Lock()  # one thread unloads adapters at a time, so that each is unloaded once
+_unloading = threading.Lock()  # held to unload adapters: otherwise two threads could unload the same adapter
 RETRIED_STATUS = {429, 500, 502, 503, 504}
 
 

@@ -39,7 +39,7 @@ DROPPED = {
 
 
 def is_older(release: Release) -> bool:
-    """Return whether a server's release is before 0.5.21, so that the functions of this file apply."""
+    """Return whether a server's release is before 0.5.21 and needs the functions of this file."""
     return release < CURRENT
 
 

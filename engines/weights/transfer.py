@@ -183,7 +183,7 @@ def update_and_check(
     (version `INITIAL`) are compared, too.
 
     Return the number of compared tensors, over all ranks of all engines, and the seconds of the update itself. After a
-    WeightMismatch the engines report no policy version, so that the weights are sent again.
+    WeightMismatch the engines report no policy version, so the next update sends the weights again.
     """
     initial: Checksums = {}
     if is_initial and any(client.weight_version(url) == INITIAL for url in client.urls):

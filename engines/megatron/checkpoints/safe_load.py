@@ -109,7 +109,7 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
     with _refusing_damaged(where):
         allowed: list[Any] = []
         names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]
-        for name in sorted(names):  # so that the error always names the same class
+        for name in sorted(names):  # sorted: the error then always names the same class
             allowed.append((_PLAIN_CLASSES.get(name) or _stand_in_class(name, where), name))
         stream.seek(0)
         # Classes that torch allows anyway are not in `names`: at its end, the block would make torch refuse them.

@@ -160,7 +160,7 @@ def _build_chunk(
     stage: int | None,
     chunk_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> PolicyModel:
-    """Return one pipeline chunk; `stage` is its index under virtual pipeline parallelism, otherwise None."""
+    """Return one pipeline chunk. `stage`: index of the chunk under virtual pipeline parallelism, otherwise None."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     chunk = chunk_class(
@@ -194,7 +194,7 @@ def is_routed_expert_parameter(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-VALUE_HEAD = "value_head.weight"  # the value head's name in a checkpoint, so that it is not confused with an LM head
+VALUE_HEAD = "value_head.weight"  # name of the value head in a checkpoint, where an LM head has the name HEAD
 
 
 class ValueModel(PolicyModel):

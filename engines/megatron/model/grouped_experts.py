@@ -110,8 +110,8 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
-        one chunk per expert, and gate and up projection as two chunks. `sharded_offsets` are Megatron's (axis, index,
-        number) of the axes before that of the experts."""
+        one chunk per expert, and gate and up projection as two chunks. `sharded_offsets`: (axis, index, number) of each
+        axis before the experts' axis, in Megatron's format."""
         axis = len(sharded_offsets)  # index of the axis of the experts
         first_expert = self.expert_group.rank() * self.num_local_experts
         num_experts = self.expert_group.size() * self.num_local_experts
