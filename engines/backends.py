@@ -71,7 +71,7 @@ class EngineFacts:
 
     context_length: int | None = None  # in tokens; None: the model's own context length
     quantization: str | None = None  # format to which the engine quantizes the weights that it loads
-    replicates_attention: bool = False  # whether the number of attention heads need not be divisible by that of GPUs
+    replicates_attention: bool = False  # True: the number of attention heads need not be a multiple of the GPUs
     speculates: bool = False  # whether speculative decoding is on
     draft_model: str | None = None  # directory of the draft model; None: the multi-token prediction layers of the model
 

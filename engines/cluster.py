@@ -111,7 +111,7 @@ class Cluster:
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         processes = local_ray_processes() if self.owned else []
         self.ray.shutdown()
-        kill_processes(processes)  # a worker that is starting does not notice the end of its raylet for a while
+        kill_processes(processes)  # a worker that is still starting would outlive its raylet for a while
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self.ended.set()
@@ -291,7 +291,7 @@ def import_ray_with_settings(*, is_local: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # the metrics port needs no token
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # other users could read the port of the metrics
         if "RAY_AUTH_MODE" not in os.environ:
             # Other users of this machine can connect to Ray's loopback ports: a random token keeps them out.
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -306,7 +306,7 @@ class ClusterStart:
     """
 
     def __init__(self, namespace: str, options: PlacementOptions) -> None:
-        import_ray_with_settings(is_local=True)  # here, because imports in two threads at once can fail
+        import_ray_with_settings(is_local=True)  # before the thread starts: imports in two threads at once can fail
         self._cluster: Future[Cluster] = Future()
         self._taken = False
         threading.Thread(target=self._start, args=(namespace, options), name="ray-start", daemon=True).start()

@@ -94,7 +94,7 @@ class WeightUpload:
 class PublishedAdapter:
     """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
 
-    name: str  # name that engines know them by, one for each policy version (`serving/adapter_requests.py`)
+    name: str  # name of the adapters in the engines, one for each policy version (`serving/adapter_requests.py`)
     config: Mapping[str, Any]  # content of PEFT's adapter_config.json
     num_tensors: int  # number of matrices
     compare: bool = False  # whether engines compare the checksum of every tensor that they receive
@@ -113,7 +113,7 @@ class WeightTransport:
     """
 
     kind: Transport = "tensor"
-    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # engine URL -> route; default EngineRoute()
+    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # engine URL -> route; without entry: EngineRoute()
     model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
     directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
     upload: WeightUpload | None = None  # "disk": instead of `directory`

@@ -143,7 +143,7 @@ class Placement:
         Ray notices the death of a node only after some seconds. Until then it would place an actor there, which fails.
         """
         nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
-        if self._cluster.ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
+        if self._cluster.ray.util.client.ray.is_connected():  # outside of the nodes' network no port can be tested
             return order_nodes(nodes)
         return order_nodes(
             [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]

@@ -31,7 +31,7 @@ COMPILE_CACHES = {  # variable that names a compiler's cache directory -> its su
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",  # used with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 }
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
-MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
+MAX_BASE_PATH = 70  # characters: the path of a socket directly in a temporary directory then has at most 107
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 STACK_SIGNAL = signal.SIGUSR2  # makes the trainer's and engines' processes print their Python stacks
 

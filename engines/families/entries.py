@@ -134,7 +134,7 @@ def check_not_hub_id(flag: str, path: str | Path) -> None:
     hub_id = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
     is_data = flag.endswith("prompt-data")
     if is_data and directory.suffix:
-        return  # the path of a file, whose directory does not exist
+        return  # the name of a file, not OWNER/NAME
     if _HUB_ID.fullmatch(hub_id) and not directory.parent.exists():
         what, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
         raise ModelError(

@@ -63,7 +63,7 @@ class Experts(_Component):
     num_experts: int
     top_k: int
     ffn_hidden_size: int  # width of one routed expert's MLP
-    shared_ffn_hidden_size: int = 0  # sum over all shared experts of a layer
+    shared_ffn_hidden_size: int = 0  # width of all shared experts of a layer together
     num_dense_layers: int = 0  # the first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum

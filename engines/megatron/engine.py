@@ -101,7 +101,7 @@ class MegatronEngine(TrainEngine):
         if self.attention_kernel == "fa4":
             prepare_fa4()
         torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # seeds the generators of weights drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
         self.lora: LoraOptions | None = optimizer.get("lora")
@@ -190,7 +190,7 @@ class MegatronEngine(TrainEngine):
             stream.routing = StreamRouting(packed.routing, num_tokens, rows, recording)
         hidden = chunk(stream)
         if chunk.module.post_process:
-            self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly
+            self._param_gather.wait_for_module(chunk.module.output_layer)  # whose weight `head` reads without a call
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if stream.num_tokens < len(hidden):

@@ -52,7 +52,7 @@ class TrainerOptions:
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
     fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
-    num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
+    num_frozen: int = 0  # number of reference and teacher models, whose weights are in host memory
     lora: LoraOptions | None = None  # with adapters, the model's own weights have no gradients and optimizer state
     megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
 
@@ -116,7 +116,7 @@ def estimate_stage_memory(
     state_size = (FP32 if options.dtype != "fp32" else 0) + MOMENTS
     replicas = num_ranks // (layout.tensor * layout.pipeline)
     expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
-    # parameters of each model's optimizer
+    # For each model the number of parameters whose optimizer state this rank has.
     shards = [model.dense / replicas + model.expert / expert_replicas for model in trained]
     state = state_size * sum(shards)
     # models are updated one after another, and each frees the copies of its gradients
@@ -260,7 +260,7 @@ def activation_bytes_by_module(
     if latent := shape.latent:
         width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
         low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
-        padded = padding + (width if padding else 0)  # values, and the output before it is cut
+        padded = padding + (width if padding else 0)  # padding of the values, and the output with its padding
         if layout.context > 1:
             exchanged = 2 * (width + latent.v_head_dim)  # queries, keys, values and output
         parts["attention"] = size * (low_rank / sequence + heads * latent.v_head_dim)

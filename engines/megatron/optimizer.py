@@ -393,7 +393,8 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        """Copy the main parameters on the device to the weights; `step` has already copied the offloaded ones."""
+        """Copy the main parameters that are on the device to the weights; `step` has copied the offloaded main
+        parameters."""
         for main, weight in self._weights.items():
             if main not in self.main_params:
                 weight.copy_(main)

@@ -148,8 +148,8 @@ class StreamRouting:
     # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
     choices: dict[int, Tensor]
     num_tokens: int  # T
-    rows: Tensor | None  # [n] index in the micro-batch of each token that a router processes, on the CPU; -1: padding.
-    # None: a router processes all tokens of the micro-batch.
+    # [n] index in the micro-batch of each token that a router processes, on the CPU; -1: padding. None: all tokens
+    rows: Tensor | None
     recording: bool  # whether `replay` also adds the expert ids that it returns to `choices`
 
     def replay(self, layer: int, selected: Tensor) -> Tensor:

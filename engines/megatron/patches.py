@@ -60,7 +60,7 @@ def has_transformer_engine() -> bool:
 
 
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
-    """Replace functions of a module by faster ones."""
+    """Replace functions of a module of `megatron.core` by faster ones. `names`: the module's namespace."""
     if module == "fusions.fused_bias_swiglu":
         names |= {
             "swiglu": triton_kernels.swiglu,

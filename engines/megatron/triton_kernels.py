@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 2048  # number of elements of x that a program processes at a time
-PARTIAL_SUMS = 2**21  # elements: every program of the backward pass has its own sum of the weight's gradient
+PARTIAL_SUMS = 2**21  # maximum elements of the partial sums of a weight's gradient, of all backward programs together
 
 
 def normalize_and_rotate(

@@ -270,7 +270,7 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
         tensor.copy_(other_tensor, non_blocking=True)
         other_tensor.copy_(current, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # once, not after every copy
+        torch.cuda.synchronize()  # waits once for all copies
 
 
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:

@@ -126,7 +126,7 @@ class EngineServer(ABC):
     ) -> None:
         self.spec = spec
         self.node_rank = node_rank
-        self.rendezvous = ""  # host:port at which the processes of the engine meet; "" if it has only one
+        self.rendezvous = ""  # host:port at which the processes of the engine meet; "" for an engine of one process
         self._host = LOOPBACK
         self.index = index
         self.gpu_ids = gpu_ids
@@ -270,7 +270,7 @@ class EngineServer(ABC):
         if self.rendezvous or spec.several_nodes:
             host = node_address(spec.network_interface) if spec.several_nodes else LOOPBACK
             if interface := interface_of(host):
-                env["GLOO_SOCKET_IFNAME"] = interface  # by default gloo uses the interface of the host's name
+                env["GLOO_SOCKET_IFNAME"] = interface  # by default the interface to which the host's name resolves
             env |= self.node_variables(host) | socket_environment(spec.network_interface)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
         if spec.python:

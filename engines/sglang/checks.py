@@ -114,8 +114,8 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
 def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int]]) -> None:
     """Check that fp8 weights can be updated on GPUs of these compute capabilities.
 
-    Updates need parameters in the checkpoint's layout. SGLang changes it on GPUs before Ada, whose kernels compute in
-    bf16, and the layout of the scales on GPUs after Hopper.
+    Updates need parameters in the checkpoint's layout. SGLang uses another layout on GPUs before Ada, whose kernels
+    compute in bf16, and another layout of the scales on GPUs after Hopper.
     """
     if not fp8_weights(options.spec.model_path):
         return
@@ -142,7 +142,7 @@ def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": adapters.rank,
         "lora_target_modules": list(adapters.modules),
-        "max_loras_per_batch": 1 + adapters.max_versions,  # health checks use the model without an adapter
+        "max_loras_per_batch": 1 + adapters.max_versions,  # health checks, without an adapter, count as one more
     }
 
 

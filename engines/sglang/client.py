@@ -347,7 +347,7 @@ def parse_scores(answer: dict[str, Any], input_ids: list[int]) -> list[float]:  
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]
-        # SGLang reports the last id of the vocabulary, whose log-prob is right, as 0.
+        # In place of the last id of the vocabulary SGLang reports the id 0, with the right log-prob.
         last = max(input_ids)
         if len(scored) != len(input_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, input_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")

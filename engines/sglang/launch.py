@@ -238,7 +238,7 @@ def separate_prefixes_by_weights() -> None:
             cache.advance_unpublished_req(req, **options)
 
     SchedulerWeightUpdaterManager._observe_weight_load = load_and_count
-    Req.computed_with = -1  # value of `num_loads` when the request's first key was computed; -1: none was
+    Req.computed_with = -1  # value of `num_loads` when the request's first key was computed; -1: no key yet
     Req.extra_key = property(key_of, lambda req, key: setattr(req, "client_key", key))
     Req.init_next_round_input = match_and_note_weights
     UnifiedRadixCache.insert_req = insert_if_unmixed

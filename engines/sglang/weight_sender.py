@@ -42,7 +42,7 @@ from penstock.engines.weights.transfer import upload_weights
 from penstock.storage.errors import EngineError, WeightMismatch
 from penstock.storage.failpoints import failpoint
 
-KEPT_ADAPTERS = 2  # directories of adapters that are kept after an update over disk
+KEPT_ADAPTERS = 2  # number of the latest adapter directories that an update over disk keeps
 ABORT_SECONDS = 30.0  # time for an aborted broadcast to end; otherwise the trainer is restarted
 TIMEOUT = timedelta(minutes=5)  # time for all ranks to join the process group, and for one broadcast
 
@@ -221,7 +221,7 @@ def open_update(urls: list[str], version: str, transport: WeightTransport) -> We
 
 
 class EngineGroup:
-    """A process group of trainer rank 0, which is its rank 0, and all tensor-parallel ranks of the servers.
+    """A process group of trainer rank 0, as rank 0 of the group, and all tensor-parallel ranks of the servers.
 
     The constructor blocks until every server has joined at `host`, an address of this machine. CUDA tensors are sent
     over NCCL, CPU tensors over gloo. `sizes`: URL -> tensor-parallel size of a server. `submit` runs a function in a

@@ -350,7 +350,7 @@ class WeightUpdate:
                 )
 
         self._call_all(resume)
-        self._pool.shutdown(wait=False)  # a broadcast to a failed server may be stuck in one of its threads
+        self._pool.shutdown(wait=False)  # a thread of the pool may be stuck in a broadcast to a failed server
 
     @property
     def _urls_with_kv_cache(self) -> list[str]:

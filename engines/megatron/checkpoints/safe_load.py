@@ -112,7 +112,8 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
         for name in sorted(names):  # sorted: the error then always names the same class
             allowed.append((_PLAIN_CLASSES.get(name) or _stand_in_class(name, where), name))
         stream.seek(0)
-        # Classes that torch allows anyway are not in `names`: at its end, the block would make torch refuse them.
+        # At its end `safe_globals` makes torch refuse all classes in `allowed`. These do not include the classes that
+        # torch allows by default, which are not in `names`.
         with torch.serialization.safe_globals(allowed):
             return torch.load(stream, map_location="cpu", weights_only=True)
 

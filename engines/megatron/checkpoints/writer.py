@@ -82,7 +82,7 @@ class ArchiveFile:
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
         self.file, self.on_bytes = file, on_bytes
         self.digest, self.length = xxhash.xxh3_128(), 0
-        self._written_back = 0  # bytes that the kernel writes to the disk
+        self._written_back = 0  # number of bytes that the kernel was asked to write to the disk (`write_back`)
         self._address = self._num_written = 0
         self._content: Iterable[memoryview] = ()
 

@@ -319,7 +319,7 @@ class MLASelfAttention(MegatronModule):
         down_kv = self.linear_kv_down_proj(hidden_states)
         down_kv, rope_key = down_kv.split([self.latent.kv_lora_rank, self.latent.qk_rope_head_dim], dim=-1)
         down_kv = self.kv_layernorm(down_kv)
-        if self.config.sequence_parallel:  # every rank's heads use `rope_key`: the backward pass sums its gradients
+        if self.config.sequence_parallel:  # all ranks' heads use `rope_key`, so the backward pass sums its gradients
             rope_key = gather_from_sequence_parallel_region(rope_key.contiguous(), group=self.tensor_group)
 
         project, inputs = partial(self._up_project, stream.cos_sin), (down_q, down_kv, rope_key)

@@ -106,7 +106,7 @@ class _Fp32Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H], [V, H] -> [n, V]
         ctx.save_for_backward(hidden, weight)
-        if hidden.is_cuda and hidden.dtype != torch.float32 and len(hidden):  # without a copy of the weight in fp32
+        if hidden.is_cuda and hidden.dtype != torch.float32 and len(hidden):  # makes no copy of the weight in fp32
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return F.linear(hidden.float(), weight.float())
 
