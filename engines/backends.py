@@ -87,12 +87,12 @@ class EngineMemory:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
+        """Return the bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
         return max(0, self.static_bytes - self.weight_bytes)
 
     @property
     def num_kv_cache_tokens(self) -> int:
-        """Number of tokens that fit in the KV cache."""
+        """Return the number of tokens that fit in the KV cache."""
         return self.kv_cache_bytes // self.bytes_per_token
 
 
@@ -106,7 +106,7 @@ class RequestRouter(Protocol):
     ) -> None: ...
 
     def set_backends(self, urls: list[str]) -> None:
-        """Replace the list of live engines to which the router sends requests by those at `urls`."""
+        """Make the router send requests only to the engines at `urls`."""
 
     def address(self) -> str | None:
         """Return the router's URL, or None while the router cannot accept requests."""
@@ -116,7 +116,7 @@ class EngineBackend(ABC):
     """An inference engine implementation: creates clients, servers and routers, and checks engine options.
 
     Only what every engine must have is abstract. Options that need more are refused, unless `capabilities` has the
-    capability; adapters by default, too.
+    capability. LoRA adapters are refused, unless `reason_against_adapters` returns None.
     """
 
     title: ClassVar[str]  # the engine's name in pages and messages
@@ -138,8 +138,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
-        """Check the names of the engine's own flags, or of those of its router. Return the flags with underscores in
-        their names, as the installed release spells them.
+        """Check the names of the engine's own flags or, with `router`, of its router's flags. Return the flags with
+        underscores in their names, as the installed release spells them.
         """
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
@@ -189,7 +189,7 @@ class EngineBackend(ABC):
         self.check_args(options.spec.args)
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
-        """Check that the machines of the engines that the run starts have GPUs if an option needs them."""
+        """Raise an error if an option needs GPUs, but the machines of the engines that the run starts have none."""
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:  # noqa: B027
         """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""

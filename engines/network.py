@@ -91,7 +91,7 @@ def listen_at(host: str) -> socket.socket:
 def serve_store(listener: socket.socket, world_size: int, timeout: timedelta) -> Store:
     """Return the TCPStore of rank 0, which serves on `listener`; the other ranks connect to the listener's address.
 
-    The store takes ownership of the socket. torch would make it listen on all addresses of this machine.
+    The store takes ownership of the socket. A socket that torch creates would listen on all addresses of this machine.
     """
     from torch.distributed import TCPStore
 
@@ -112,7 +112,7 @@ _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the
 
 def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (), host: str = LOOPBACK) -> int:
     """Reserve a TCP port from LOWEST to `highest` that is free at `host` and that no other run has reserved, together
-    with the ports at `extra_offsets` from it, which the server also binds. Return it."""
+    with the ports at `extra_offsets` from it, which the server also binds. Return the port."""
     below = int(OUTGOING_PORTS.read_text().split()[0]) - 1
     highest = min(highest, below) if below >= LOWEST + 1_000 else highest
     for _ in range(100):

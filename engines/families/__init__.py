@@ -32,7 +32,8 @@ FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not 
 
 
 def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
-    """Return the model shape that the config.json of a Hugging Face directory describes."""
+    """Return the model shape that the config.json of a Hugging Face directory describes. `family_path`: file or module
+    of an external family (--model-family-path)."""
     path = Path(directory) / "config.json"
     return shape_from_config(read_config(path), str(path), family_path)
 

@@ -158,7 +158,8 @@ class ModelShape(BaseModel):
 
 
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
-    """Return the format in which the routed expert ids of a model's tokens are stored."""
+    """Return the format in which the routed expert ids of a model's tokens are stored. Raises OptionError about the
+    option `option` if the model has no experts."""
     if shape.experts is None:
         raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: omit the option")
     return ExpertsFormat(

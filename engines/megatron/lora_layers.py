@@ -65,8 +65,8 @@ class Adapter(nn.Module):
         names: the same names with layers and experts numbered over the whole model (global names).
         linear: the layer.
         options: rank and scaling.
-        part_of_row: [out] index of the joined Hugging Face layer to which each row of the full weight belongs; None if
-            the weight is not joined from several.
+        part_of_row: [out] for each row of the full weight the index of the Hugging Face layer to which it belongs; None
+            if Megatron's layer is a single Hugging Face layer.
         sequence_parallel: whether activations between layers are split over tensor-parallel ranks.
     """
 
@@ -307,7 +307,7 @@ Offset = tuple[int, int, int]  # axis, index of the shard, number of shards
 
 def adapter_state(chunks: list[PolicyModel]) -> dict[str, Any]:
     """Return Megatron's sharded state dict of this rank's adapters: name of a parameter -> its ShardedTensor or, for
-    the rows of gate and up projections, a factory of two."""
+    the rows of gate and up projections, a factory of two ShardedTensors."""
     return {
         f"{adapter.names[0]}.{kind}": _sharded(chunk, adapter.names[0], kind, param)
         for chunk in chunks

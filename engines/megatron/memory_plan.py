@@ -146,7 +146,8 @@ def estimate_stage_memory(
 def count_adapter_parameters(
     shape: ModelShape, layers: Sequence[int], options: LoraOptions, expert: int
 ) -> RankParameters:
-    """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks."""
+    """Return how many adapter parameters a rank has in these layers, as if no adapter were sharded over tensor-parallel
+    ranks. `expert`: expert-parallel size."""
     counts, hf_shapes = {True: 0, False: 0}, tensor_layout(shape).hf_shapes
     for name, target in adapter_targets(shape, options.lora_target_modules).items():
         if int(name.split(".")[2]) in layers:
@@ -158,9 +159,9 @@ def count_adapter_parameters(
 def count_stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
 ) -> RankParameters:
-    """Return the number of parameters of a rank of a pipeline stage with these layers. The first stage has the
-    embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and on
-    different stages. A critic has a value head of one row instead of the LM head."""
+    """Return how many parameters a rank of the pipeline stage `stage` has, whose layers are `layers`. The first stage
+    has the embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and
+    on different stages. A critic has a value head of one row instead of the LM head."""
     first, last = stage == 0, stage == layout.pipeline - 1
     outer = {EMBEDDING} if first else set()
     if last:

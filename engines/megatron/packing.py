@@ -55,7 +55,7 @@ class PackedStream:
 
     @property
     def pack_slice(self) -> slice:
-        """Return which tokens of the micro-batch are this rank's."""
+        """Return the slice of the micro-batch's tokens that this rank processes."""
         return slice(self.first_token, self.first_token + self.num_tokens)
 
     def router_rows(self, rank: int, ranks: int) -> Tensor:

@@ -44,7 +44,7 @@ def version_of(name: str) -> str:
 
 def other_adapters(name: str, loaded: Iterable[str]) -> list[str]:
     """Return the adapters in `loaded` that belong to the same run as `name`, except `name` itself and later versions
-    that the same driver has loaded, because it is about to use them."""
+    that the same driver has loaded and is about to use."""
 
     def parts(adapter: str) -> tuple[str, str, str, int]:
         version, _, suffix = adapter.rpartition("@")

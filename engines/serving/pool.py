@@ -159,8 +159,8 @@ class EnginePool:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
 
         Waits for engines that are starting, because a start needs GPU memory, too. Does nothing while a thread is
-        inside `serving`, because its engines generate. The trainer is then restored only to send the weights to a
-        restarted engine.
+        inside `serving`: its engines generate, and the caller needs the trainer only to send weights to a restarted
+        engine.
         """
         if self._serving is not None:
             return

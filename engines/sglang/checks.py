@@ -50,8 +50,8 @@ def check_model(values: dict[str, Any]) -> None:
 
 
 def check_architecture(architecture: str) -> None:
-    """Check that the installed SGLang, if there is one, implements an architecture. For other architectures it uses the
-    model code of transformers, where weights cannot be updated by their Hugging Face names."""
+    """Check that the installed SGLang, if there is one, implements an architecture. SGLang runs other architectures
+    with the model code of transformers, where weights cannot be updated by their Hugging Face names."""
     root = package_directory("sglang")
     if root is not None and not implements_architecture(architecture, root):
         raise EngineError(
@@ -63,7 +63,8 @@ def check_architecture(architecture: str) -> None:
 
 @cache
 def implements_architecture(architecture: str, root: Path) -> bool:
-    """Return whether a file in srt/models of the package at `root` lists an architecture in `EntryClass`."""
+    """Return whether the SGLang package at `root` implements an architecture: a file in srt/models then lists it in
+    `EntryClass`."""
     for path in sorted((root / "srt" / "models").glob("*.py")):
         source = path.read_bytes()
         if architecture.encode() not in source or b"EntryClass" not in source:
@@ -168,7 +169,8 @@ def reason_against_adapters(options: EngineOptions, shape: ModelShape, layers: I
 
 
 def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
-    """Check that an external server can load the run's adapters, and that only clients with its API key can."""
+    """Check that an external server can load the run's adapters, and accepts adapters only from clients with its API
+    key."""
     info = control.call_server(url, "/server_info")
     modules = info.get("lora_target_modules") or []
     missing = [] if "all" in modules else sorted(set(args["lora_target_modules"]) - set(modules))
@@ -336,7 +338,7 @@ SPECULATIVE_REQUESTS = 48  # SGLang's default of --max-running-requests with spe
 
 
 def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the server flags `args` plus the flag that disables CUDA graphs of prefills, unless the flags choose them.
+    """Return the server flags `args` and the flag that disables CUDA graphs of prefills, unless `args` configure these.
 
     By default SGLang runs the model three times for each of 58 lengths at the start, which takes 7 s for a model of
     135M parameters on an H100 (benchmarks/results/smollm2-h100.json). A rollout prefills in few, large batches; the

@@ -129,5 +129,5 @@ def check_adapter(url: str, release: Release, tp_size: int, checksums: Mapping[s
 
 
 def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
-    """Return one span that covers all tokens of a response: it reports only the weight version of its last token."""
+    """Return one span that covers all tokens of a response, which reports only the weight version of its last token."""
     return [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]

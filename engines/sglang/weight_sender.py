@@ -176,8 +176,8 @@ class WeightSender:
     def _update_through_disk(
         self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
     ) -> None:
-        """Write a Hugging Face directory, or a PEFT directory of adapters, and make every server load it, over a store
-        if `transport.upload` is set."""
+        """Write a Hugging Face directory, or a PEFT directory of adapters, and make every server load it. With
+        `transport.upload` each server gets a copy of the directory over a store."""
 
         def write(target: Path) -> None:
             if transport.adapter is not None:
