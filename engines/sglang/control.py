@@ -89,16 +89,16 @@ def weight_version(url: str, timeout: float = 30) -> str:
     return str(call_server(url, "/model_info", timeout=timeout)["weight_version"])
 
 
-def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...], int]:
+def release_and_tp_size(url: str) -> tuple[tuple[int, ...], int]:
     """Return SGLang's release as three numbers, for instance (0, 5, 21), and the server's tensor-parallel size."""
-    info = call_server(url, "/server_info", timeout=timeout)
+    info = call_server(url, "/server_info", timeout=30)
     numbers = ["".join(c for c in part if c.isdigit()) for part in str(info["version"]).split(".")[:3]]
     return tuple(int(number or 0) for number in numbers), int(info["tp_size"])
 
 
-def weight_checksums(url: str, timeout: float = 600) -> list[dict[str, str]]:
+def weight_checksums(url: str) -> list[dict[str, str]]:
     """Return for each rank of the server: name of a parameter or buffer -> checksum of its values."""
-    answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout)
+    answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout=600)
     return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
 
