@@ -33,7 +33,7 @@ from penstock.engines.sources import parse_source
 
 if torch.cuda.is_available():
     raise RuntimeError(
-        "penstock.engines.megatron.cpu_shim was imported on a machine with CUDA, but is only for machines without: "
+        "penstock.engines.megatron.cpu_shim was imported on a machine with CUDA, but works only without CUDA: "
         "call penstock.engines.megatron.compat.import_megatron() instead"
     )
 

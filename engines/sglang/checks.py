@@ -125,8 +125,8 @@ def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int
         found = f"GPUs of compute capability {names}" if names else "no GPU"
         raise EngineError(
             f"engines with the fp8 weights of --hf-checkpoint {options.spec.model_path} need GPUs of compute "
-            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide others with CUDA_VISIBLE_DEVICES, or use a bf16 "
-            "checkpoint"
+            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide other GPUs with CUDA_VISIBLE_DEVICES, or use a "
+            "bf16 checkpoint"
         )
 
 
@@ -223,7 +223,8 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
     if not is_speculative(args):
         if unused := sorted(name for name in args if name.startswith("speculative_")):
             raise EngineError(
-                f"{flag_name(unused[0])} has no effect without --sglang-speculative-algorithm: give NEXTN"
+                f"{flag_name(unused[0])} has no effect without --sglang-speculative-algorithm: add this option (for "
+                f"instance NEXTN), or omit {flag_name(unused[0])}"
             )
         return
     algorithm = str(args["speculative_algorithm"])
