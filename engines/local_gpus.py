@@ -114,7 +114,7 @@ def select_visible_gpus(values: list[T]) -> list[T]:
 
 
 def no_counters() -> Counters:
-    """Return {}; stands in for a reader of energy counters where energy is not measured."""
+    """Return {}. This is the default reader of energy counters, with which no energy is measured."""
     return {}
 
 

@@ -64,7 +64,7 @@ class Experts(_Component):
     top_k: int
     ffn_hidden_size: int  # width of one routed expert's MLP
     shared_ffn_hidden_size: int = 0  # width of all shared experts of a layer together
-    num_dense_layers: int = 0  # the first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
+    num_dense_layers: int = 0  # number of first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only

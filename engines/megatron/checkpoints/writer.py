@@ -122,8 +122,8 @@ class ArchiveFile:
 
 
 def disable_crc() -> None:
-    """Make `torch.save` in this thread (before torch 2.12 in this process) write no CRC, which would read the
-    placeholder. No version of torch checks the CRC."""
+    """Make `torch.save` in this thread (before torch 2.12: in all threads) write no CRC, because computing it would
+    read the placeholder. No version of torch checks the CRC."""
     torch.serialization.set_crc32_options(False)
 
 
