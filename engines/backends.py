@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.engines.serving.server import EngineServer
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
-FULL_DISTRIBUTION = (("top_p", 1.0), ("top_k", -1))  # sampling parameters that remove no token
+FULL_DISTRIBUTION = (("top_p", 1.0), ("top_k", -1))  # values with which these sampling parameters exclude no token
 DEFAULT = "sglang"
 BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}  # value of --engine -> module:class
 
@@ -41,8 +41,9 @@ def stores_quantized_weights(options: EngineOptions) -> bool:
 
 
 class Capability(Enum):
-    """What an engine can do in addition to what every engine must do: the option that needs it, what the engine then
-    does, and whether the option is given. `EngineBackend.reason_against_adapters` decides about LoRA adapters."""
+    """What only some engines can do. The value of a member: the option that needs it, what the engine then does (both
+    for messages), and a function that returns whether the options of a run need it. LoRA adapters have no member:
+    `EngineBackend.reason_against_adapters` decides about them."""
 
     SEEDS = "--rollout-sampling-seeds", "samples with the seed of each request", lambda o: o.sampling_seeds
     PARAMETERS = "--rollout-sampling", "takes further sampling parameters, and checks them", lambda o: o.sampling
@@ -70,9 +71,9 @@ class EngineFacts:
 
     context_length: int | None = None  # in tokens; None: the model's own context length
     quantization: str | None = None  # format to which the engine quantizes the weights that it loads
-    replicates_attention: bool = False  # attention heads need not be divisible by the GPUs of an engine
-    speculates: bool = False  # speculative decoding
-    draft_model: str | None = None  # directory; None: multi-token prediction layers of --hf-checkpoint draft
+    replicates_attention: bool = False  # True: the number of attention heads need not be a multiple of the GPUs
+    speculates: bool = False  # whether speculative decoding is on
+    draft_model: str | None = None  # directory of the draft model; None: the multi-token prediction layers of the model
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ class EngineMemory:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
+        """Return the bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
         return max(0, self.static_bytes - self.weight_bytes)
 
     @property
     def num_kv_cache_tokens(self) -> int:
-        """Number of tokens that fit in the KV cache."""
+        """Return the number of tokens that fit in the KV cache."""
         return self.kv_cache_bytes // self.bytes_per_token
 
 
@@ -105,7 +106,7 @@ class RequestRouter(Protocol):
     ) -> None: ...
 
     def set_backends(self, urls: list[str]) -> None:
-        """Replace the list of live engines to which the router sends requests by those at `urls`."""
+        """Make the router send requests only to the engines at `urls`."""
 
     def address(self) -> str | None:
         """Return the router's URL, or None while the router cannot accept requests."""
@@ -115,17 +116,17 @@ class EngineBackend(ABC):
     """An inference engine implementation: creates clients, servers and routers, and checks engine options.
 
     Only what every engine must have is abstract. Options that need more are refused, unless `capabilities` has the
-    capability; adapters by default, too.
+    capability. LoRA adapters are refused, unless `reason_against_adapters` returns None.
     """
 
     title: ClassVar[str]  # the engine's name in pages and messages
     help: ClassVar[str]  # text about the engine's own flags, for `penstock train --help-all`
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     packages: ClassVar[Mapping[str, str]] = {}  # Python packages that the engine needs -> beginning of their versions
-    # Part of the command line of the engine's processes (first: of its servers) -> authentication of their ports
+    # Text in the command line of one kind of process -> how its ports authenticate requests; the first kind is servers
     processes: ClassVar[Mapping[str, str]] = {}
     shared_memory: ClassVar[str | None] = None  # regular expression of files in /dev/shm that a dead server may leave
-    # How messages of other modules name a flag of the engine; by default they describe it.
+    # How messages of other modules name two settings of the engine: its flags, or by default a description.
     context_flag: ClassVar[str] = "the engine's context length"
     speculation_flag: ClassVar[str] = "the engine's speculative decoding"
     path_flags: ClassVar[tuple[str, ...]] = ()  # with underscores, without prefix: flags whose value is a local path
@@ -137,8 +138,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
-        """Check the names of the engine's own flags, or of those of its router. Return the flags with underscores in
-        their names, as the installed release spells them.
+        """Check the names of the engine's own flags or, with `router`, of its router's flags. Return the flags with
+        underscores in their names, as the installed release spells them.
         """
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
@@ -148,8 +149,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def start_check(self) -> tuple[list[str], str]:
-        """Return two things for `penstock doctor`: arguments of a Python interpreter that make the server's program
-        start and exit at once, to test the installation, and the advice that is printed if this fails."""
+        """Return how `penstock doctor` tests the installation: arguments with which a Python interpreter starts the
+        server's program so that it exits at once, and the advice that is printed if this fails."""
 
     @abstractmethod
     def connect(
@@ -188,7 +189,7 @@ class EngineBackend(ABC):
         self.check_args(options.spec.args)
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
-        """Check that the machines of the engines that the run starts have GPUs if an option needs them."""
+        """Raise an error if an option needs GPUs, but the machines of the engines that the run starts have none."""
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:  # noqa: B027
         """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""
@@ -196,7 +197,7 @@ class EngineBackend(ABC):
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:  # noqa: B027
         """Check that weight updates can replace the engines' weights. The trainer sends bf16 or fp32 weights; those
         that the checkpoint stores in block fp8 are quantized before they are sent. `capabilities`: compute capability
-        of each GPU of the engines; None: unknown, because they are elsewhere.
+        of each GPU of the engines, or None if it is unknown because the engines run on other machines.
         """
 
     @abstractmethod
@@ -204,8 +205,8 @@ class EngineBackend(ABC):
         """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache."""
 
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
-        """Return a warning if the engines may decode larger batches than they capture CUDA graphs for by default, which
-        makes them slow; else None. `num_samples`: maximum number in flight on one engine.
+        """Return a warning if an engine may decode larger batches than those for which it captures CUDA graphs by
+        default, because that is slow; else None. `num_samples`: maximum number of samples in flight on one engine.
         """
         return None
 
@@ -215,7 +216,8 @@ class EngineBackend(ABC):
         return f"{self.title} cannot serve adapters"
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:  # noqa: B027
-        """Check that the external engine at `url` can load the weights, or the run's adapters, of a model."""
+        """Check that the external engine at `url`, with the server flags `args`, can load the weights of the model at
+        `model_path`, or the run's adapters."""
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
         """Return the sampling parameters in `params`, as `name=value`, that make the engine sample from a distribution
@@ -257,7 +259,7 @@ def estimate_engine_memory(
 
 @cache
 def engine_backend(name: str | None = None) -> EngineBackend:
-    """Return the backend that `name` names (None: the default): a key of `BACKENDS`, or module:class."""
+    """Return the backend `name`: a key of `BACKENDS`, or module:class; None: the default backend."""
     module, colon, cls = BACKENDS.get(name := DEFAULT if name is None else name, name).partition(":")
     try:
         if not colon:

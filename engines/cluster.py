@@ -39,8 +39,8 @@ from penstock.storage.errors import EngineError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-ANSWER_SECONDS = 30.0  # deadline for a silent address; Ray's control service answers at once on an idle machine
-SETTINGS = b"\x04"  # type of the frame with which both sides of an HTTP/2 connection begin: 4th byte of its header
+ANSWER_SECONDS = 30.0  # how long to wait for an answer; Ray's control service answers at once on an idle machine
+SETTINGS = b"\x04"  # 4th byte of an HTTP/2 connection in both directions: the type of its first frame
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS + bytes(5)  # preface and empty SETTINGS
 POLL_SECONDS = 0.5  # interval at which a blocking Ray call checks that the local Ray is alive
 
@@ -77,7 +77,8 @@ class Cluster:
         Args:
             address: "auto", "host:port" or "ray://..."; None starts a local Ray.
             namespace: Ray namespace of the run's named actors.
-            num_cpus, num_gpus: of a local Ray; by default the cores that this process may use, and the GPUs found.
+            num_cpus, num_gpus: resources of a local Ray; by default the cores that this process may use, and all GPUs
+                that Ray finds.
             options: how processes are placed on nodes.
         """
         import_ray_with_settings(is_local=address is None)
@@ -110,7 +111,7 @@ class Cluster:
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         processes = local_ray_processes() if self.owned else []
         self.ray.shutdown()
-        kill_processes(processes)  # a worker that is starting does not notice the end of its raylet for a while
+        kill_processes(processes)  # a worker that is still starting would outlive its raylet for a while
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self.ended.set()
@@ -142,8 +143,8 @@ class Cluster:
         return {} if self.owned else {"name": name, "lifetime": "detached"}
 
     def find_actor(self, name: str) -> Any | None:
-        """Return the detached actor with this name, created by an earlier driver of this run; None if it does not
-        exist, as always on a local Ray."""
+        """Return the detached actor with this name, created by an earlier driver of this run; None if there is none,
+        which is always so on a local Ray."""
         if self.owned:
             return None
         try:
@@ -161,7 +162,7 @@ class Cluster:
                 done, waiting = self.ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
             if done:
                 return done, waiting
-            self.check_alive()  # also if the timeout is over, for callers that poll with short timeouts
+            self.check_alive()  # also after the timeout: a caller that polls with short timeouts must notice, too
             if left <= POLL_SECONDS:
                 return done, waiting
 
@@ -172,8 +173,8 @@ class Cluster:
             return self.ray.get(call, timeout=0)
 
     def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result. It
-        runs in a thread, which is abandoned if the local Ray dies before it returns."""
+        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result. The
+        function runs in a thread, which is abandoned if the local Ray dies first."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -218,7 +219,7 @@ class Cluster:
     @property
     def spans_nodes(self) -> bool:
         """Return whether processes of the run, this driver included, may be on different nodes. On an external cluster
-        this reserves the run's GPUs, because until then it is unknown on which nodes they are."""
+        this reserves the run's GPUs, because their nodes are unknown before."""
         with self._placing:
             return self._placement.spans_nodes
 
@@ -228,12 +229,12 @@ class Cluster:
         return self._options.node_timeout
 
     def place_processes(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
-        """Return placements for processes, on consecutive GPUs from GPU number `first_gpu` of the cluster on.
+        """Return placements for processes, on consecutive GPUs of the run that begin with GPU number `first_gpu`.
 
         Trainer and engines placed at the same first GPU share GPUs (colocated). A process whose GPUs would be on two
         nodes gets the first GPUs of the second node instead. Without GPUs in the cluster, or with `gpus_per_process=0`,
-        a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an
-        external cluster the processes are then distributed over its nodes in order.
+        a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads_per_process`). On an
+        external cluster such processes are distributed over its nodes in order.
         Raises NodeLost if a node that the run used has died and is not back; try again later.
         """
         with self._placing:
@@ -267,8 +268,8 @@ class Cluster:
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> T:
-        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged. Raises
-        TimeoutError if `fn` took longer than `timeout` seconds; its process was killed."""
+        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged. After
+        `timeout` seconds the process is killed, and TimeoutError is raised."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
         if env:
             options["runtime_env"] = {"env_vars": env}
@@ -290,22 +291,22 @@ def import_ray_with_settings(*, is_local: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
-        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # its port would be open without a token
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # other users could read the port of the metrics
         if "RAY_AUTH_MODE" not in os.environ:
-            # Other users of this machine can connect to its loopback ports: a random token keeps them out.
+            # Other users of this machine can connect to Ray's loopback ports: a random token keeps them out.
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         own_temp_directory()  # sets TMPDIR, which the processes of a local Ray inherit
         import_ray()
 
 
 class ClusterStart:
-    """Start a local Ray in a thread, because this takes seconds in which the process can do other work.
+    """Start a local Ray in a thread, because the start takes seconds in which this process can do other work.
 
-    The kernel kills Ray's daemons with the thread that started them, so the thread lives until Ray is stopped.
+    The kernel kills Ray's daemons when the thread that started them ends, so the thread lives until Ray is stopped.
     """
 
     def __init__(self, namespace: str, options: PlacementOptions) -> None:
-        import_ray_with_settings(is_local=True)  # here, because imports in two threads at once can fail
+        import_ray_with_settings(is_local=True)  # before the thread starts: imports in two threads at once can fail
         self._cluster: Future[Cluster] = Future()
         self._taken = False
         threading.Thread(target=self._start, args=(namespace, options), name="ray-start", daemon=True).start()
@@ -322,7 +323,7 @@ class ClusterStart:
         cluster.ended.wait()
 
     def take(self) -> Cluster | None:
-        """Wait for the start and return its cluster; None after the first call, and if Ray did not start."""
+        """Wait for the start and return the cluster; None if Ray did not start, or if an earlier call returned it."""
         if self._taken:
             return None
         self._taken = True
@@ -379,8 +380,8 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Check that an HTTP/2 server, such as a gRPC server, listens at host:port; with RAY_USE_TLS, that any server does.
-    Raises OSError."""
+    """Raise OSError if no HTTP/2 server, such as a gRPC server, listens at host:port. With RAY_USE_TLS only check that
+    some server listens."""
     place = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:

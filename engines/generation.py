@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Transport = Literal["tensor", "nccl", "disk"]
 PauseMode = Literal["retract", "in_place"]
-"""How an engine pauses running requests: it computes their KV cache again afterwards, or keeps it."""
+"""How an engine pauses running requests for a weight update: "retract" frees their KV cache and computes it again
+afterwards, "in_place" keeps it."""
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns those of live engines
 BUCKET_BYTES = 512 << 20
-# Prefix of the weight version of engines into which `weights/transfer.py` loads weights only to compute checksums, with
-# which it compares those of the next weight update.
+# Prefix of the weight version of engines that have loaded weights only for their checksums. The next weight update must
+# lead to the same checksums (--check-weight-update-equal, `weights/transfer.py`).
 REFERENCE = "reference:"
 
 
@@ -40,7 +41,7 @@ class TokenCounts:
 
     prompt: int = 0  # prompt tokens; each turn of a conversation counts all preceding tokens again
     cached: int = 0  # prompt tokens that were in the engines' prefix cache
-    verifications: int = 0  # forward passes that verified draft tokens; each also samples one token of its own
+    verifications: int = 0  # forward passes that verified draft tokens; each also samples one further token
     proposed: int = 0  # draft tokens
     accepted: int = 0  # draft tokens that became part of a response
 
@@ -80,8 +81,8 @@ class EngineRoute:
 
 @dataclass(frozen=True)
 class WeightUpload:
-    """How engines without a file system shared with the trainer get the directory of the transport "disk": trainer rank
-    0 uploads it to a store, and each engine's actor downloads it (`weights/transfer.py`)."""
+    """How the transport "disk" reaches engines that share no file system with the trainer: trainer rank 0 uploads the
+    directory of weights to a store, and each engine's actor downloads it (`weights/transfer.py`)."""
 
     store: str  # URI
     store_options: Mapping[str, Any] = field(repr=False)  # with resolved secrets
@@ -93,7 +94,7 @@ class WeightUpload:
 class PublishedAdapter:
     """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
 
-    name: str  # name that engines know them by, one for each policy version (`serving/adapter_requests.py`)
+    name: str  # name of the adapters in the engines, one for each policy version (`serving/adapter_requests.py`)
     config: Mapping[str, Any]  # content of PEFT's adapter_config.json
     num_tensors: int  # number of matrices
     compare: bool = False  # whether engines compare the checksum of every tensor that they receive
@@ -112,7 +113,7 @@ class WeightTransport:
     """
 
     kind: Transport = "tensor"
-    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # engine URL -> route; default EngineRoute()
+    routes: Mapping[str, EngineRoute] = field(default_factory=dict)  # engine URL -> route; without entry: EngineRoute()
     model_path: str = ""  # "disk": the model's Hugging Face directory; its JSON files are copied beside the weights
     directory: str = ""  # "disk": directory to write to, under a path that is the same for trainer and engines
     upload: WeightUpload | None = None  # "disk": instead of `directory`
@@ -139,20 +140,21 @@ class EngineClient(ABC):
     coroutine, too. The other methods block and may be called from any thread. A client is an async context manager that
     calls `close` on exit.
 
-    Every engine has the abstract methods. Those that raise NotImplementedError are called only if the backend has the
-    capability that they name.
+    Every client implements the abstract methods. A method that raises NotImplementedError here is called only if the
+    engine's backend has the capability that the method's docstring names.
 
     The weight version that an engine reports says which weights and memory it has:
 
-        <run>/<number>       the weights of a policy version; at its start, what `ServerSpec.weight_version` says
-        updating:<version>   parts of it: `update_weights` runs, or has failed
+        <run>/<number>       the weights of a policy version; after the engine's start, `ServerSpec.weight_version`
+        updating:<version>   parts of <version>: `update_weights` is running, or has failed
         overwritten          random values: `overwrite_weights`
         released             nothing, after `release_memory`
-        loading:<version>    as updating:<version>, but without KV cache: the first update after a release
-        loaded:<version>     all its weights, but no KV cache: this update has ended
-        loading:overwritten  random values, but no KV cache: `overwrite_weights` after a release
+        loading:<version>    parts of <version>, and no KV cache: the first update after a release is running
+        loaded:<version>     all weights of <version>, but no KV cache: the first update after a release has ended
+        loading:overwritten  random values, and no KV cache: `overwrite_weights` after a release
 
-    An engine that reports one of the last four is paused. `resume_kv_cache` has an effect on loaded:<version> only.
+    An engine that reports one of the last four versions is paused. `resume_kv_cache` has an effect only on an engine
+    that reports loaded:<version>.
     """
 
     router: Callable[[], str | None] | None = None
@@ -161,8 +163,8 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def urls(self) -> list[str]:
-        """Return the addresses of the live engines. Raises RuntimeError with the tail of the log of an engine that died
-        after the allowed number of restarts."""
+        """Return the addresses of the live engines. Raises RuntimeError, with the tail of the engine's log, if an
+        engine died and no restarts are left."""
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
@@ -189,15 +191,15 @@ class EngineClient(ABC):
         """
 
     async def score(self, input_ids: list[int]) -> list[float]:  # [L]
-        """Return the log-prob of each token given those before it, at temperature 1; 0.0 for the first one. Needs
-        Capability.SCORES. Errors as in `generate_each`; RuntimeError if the answer has no log-probs of these tokens."""
+        """Return the log-prob of each token given the tokens before it, at temperature 1; 0.0 for the first token.
+        Needs Capability.SCORES. Raises the errors of `generate_each`, and RuntimeError if the answer has no log-probs
+        of these tokens."""
         raise NotImplementedError
 
     @abstractmethod
     async def abort(self) -> None:
-        """Abort all requests of this client and wait until they have ended. They and all later requests of this client
-        return with finish reason "abort" and the tokens generated so far. A request that was never sent returns no
-        tokens."""
+        """Abort all requests of this client and wait until they have ended. These and all later requests of this client
+        return with finish reason "abort" and the tokens generated so far (none if the request was never sent)."""
 
     def prepare_weight_updates(self) -> None:  # noqa: B027
         """Import what `update_weights` needs, so that its first call starts without delay."""
@@ -215,8 +217,9 @@ class EngineClient(ABC):
         An engine whose memory was released gets the memory of its weights back, and stays paused until
         `resume_kv_cache`.
 
-        `named` has pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time; with
-        `transport.adapter`, pairs of PEFT's name and matrix: call `use_adapter` afterwards.
+        `named` has pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time. With
+        `transport.adapter` it has pairs of PEFT's name and adapter matrix, and requests use the new adapter only after
+        a call of `use_adapter`.
 
         Raises:
             ConnectionError: an engine died or does not answer. The other engines report `updating:<version>` until the
@@ -227,13 +230,14 @@ class EngineClient(ABC):
 
     def use_adapter(self, name: str) -> None:
         """Send all later requests of this process to these engines with the adapter `name`, which `update_weights` has
-        loaded. Requests in flight keep theirs. Earlier adapters of the run that no request uses are unloaded, without
-        waiting. Needs that `EngineBackend.reason_against_adapters` returns None."""
+        loaded. Requests in flight keep their adapter. Earlier adapters of the run that no request uses are unloaded in
+        the background. Called only if `EngineBackend.reason_against_adapters` returns None."""
         raise NotImplementedError
 
     def unload_adapters(self) -> None:
-        """Unload the adapters of the run from these engines when no request uses them, and stop using them. Engines
-        that do not answer are skipped. Called as `use_adapter`."""
+        """Send later requests without an adapter, and unload the run's adapters from these engines as soon as no
+        request uses them. Engines that do not answer are skipped. Called only if
+        `EngineBackend.reason_against_adapters` returns None."""
         raise NotImplementedError
 
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
@@ -245,8 +249,8 @@ class EngineClient(ABC):
         raise NotImplementedError
 
     def overwrite_weights(self) -> None:
-        """Overwrite all weights in the memory of the engines with random values, so that a check finds tensors which
-        the next `update_weights` misses. Needs Capability.CHECKSUMS."""
+        """Overwrite all weights in the memory of the engines with random values: tensors that the next `update_weights`
+        misses then have wrong checksums. Needs Capability.CHECKSUMS."""
         raise NotImplementedError
 
     def release_memory(self) -> None:

@@ -98,23 +98,23 @@ def _query_gpus(query: Callable[[ctypes.CDLL, ctypes.c_void_p], T]) -> list[T | 
         nvml.nvmlShutdown()
 
 
-def select_visible_gpus(sizes: list[T]) -> list[T]:
-    """Return the entries of `sizes` (one for each GPU, in bytes or not) whose GPUs CUDA_VISIBLE_DEVICES allows. If
-    it names n GPUs by UUID, return the first n entries: UUIDs are not resolved."""
+def select_visible_gpus(values: list[T]) -> list[T]:
+    """Return those of `values` (one value for each GPU of this machine) whose GPU CUDA_VISIBLE_DEVICES allows. If
+    CUDA_VISIBLE_DEVICES names n GPUs by UUID, return the first n values: UUIDs are not resolved."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
-        return sizes
+        return values
     names = [name.strip() for name in setting.split(",") if name.strip() and name.strip() != "-1"]
     if all(name.isdecimal() for name in names):
-        return [sizes[int(name)] for name in names if int(name) < len(sizes)]
-    return sizes[: len(names)]
+        return [values[int(name)] for name in names if int(name) < len(values)]
+    return values[: len(names)]
 
 
 # ---- energy ----------------------------------------------------------------------------------------------------------
 
 
 def no_counters() -> Counters:
-    """Return no counters: the energy is not measured."""
+    """Return {}. This is the default reader of energy counters, with which no energy is measured."""
     return {}
 
 
@@ -124,9 +124,9 @@ def all_counters() -> Counters:
 
 
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
-    """Return the energy counters of `gpus` (pairs of Ray node id and GPU id) on this machine, whose node id is `node`.
-    Return {} if one of them is on another node, has no counter or is not named by a number (MIG), because the energy of
-    the others would look like that of all; also if `gpus` is empty."""
+    """Return the energy counters of `gpus` (pairs of Ray node id and GPU id) of this machine, whose node id is `node`.
+    Return {} if `gpus` is empty, or if one of the GPUs is on another node, has no counter or has an id that is not a
+    number (MIG): the energy of the remaining GPUs would be mistaken for that of all."""
     ids = set(gpus)
     if not ids or any(at != node or not gpu.isdecimal() for at, gpu in ids):
         return {}
@@ -136,14 +136,14 @@ def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
 
 
 def used_joules(before: Counters, after: Counters) -> float | None:
-    """Return the energy in joules that GPUs have used between two readings, or None if it was not measured, or if
-    processes have moved to other GPUs in between."""
+    """Return the energy in joules that the GPUs used between two readings of their counters; None if it was not
+    measured, or if the second reading is of other GPUs because processes have moved."""
     if not before or before.keys() != after.keys():
         return None
     return sum(after[gpu] - before[gpu] for gpu in before)
 
 
 def energy_metric(name: str, before: Counters, after: Counters) -> dict[str, float]:
-    """Return {name: joules used between two readings}, or {} if they were not measured."""
+    """Return {name: joules used between two readings}, or {} where `used_joules` returns None."""
     joules = used_joules(before, after)
     return {} if joules is None else {name: joules}

@@ -88,7 +88,8 @@ def _ray_directory() -> str:
 
 
 def local_ray_processes(keep_pids: Collection[int] = ()) -> list[psutil.Process]:
-    """Return the daemons of this process's local Ray and their children, without the daemons `keep_pids`."""
+    """Return the daemons of this process's local Ray and their children, without daemons whose pid is in `keep_pids`
+    and the children of these."""
     processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -107,8 +108,8 @@ def kill_processes(processes: list[psutil.Process]) -> None:
 def connect_to_ray(**options: Any) -> None:
     """Call `ray.init` without its signal handlers: this process handles its signals itself (flows/runtime/signals.py).
 
-    Ray's two handlers in Python raise SystemExit, which an import loses; the one in C++ prints a stack trace. The
-    processes that Ray starts keep theirs.
+    The two handlers that Ray sets in Python raise SystemExit, which is lost if the signal arrives during an import. The
+    handler that Ray sets in C++ prints a stack trace. Processes that Ray starts keep these handlers.
     """
     import ray
     from ray._private import ray_constants, utils
@@ -146,8 +147,8 @@ def _patched_ray() -> Iterator[None]:
 def log_ray_messages() -> None:
     """Log the messages that Ray's daemons send to a driver, instead of printing them on stdout.
 
-    Ray 2.60 prints them even with `log_to_driver=False`, and has no option against it. The caller of a worker reports
-    its death, so a message about one is logged at level DEBUG only.
+    Ray 2.60 prints them even with `log_to_driver=False`, and has no option against it. Messages about the death of a
+    worker are logged at level DEBUG only, because the worker's caller reports it, too.
     """
     from ray._private import worker
 

@@ -89,7 +89,7 @@ class AdapterTarget:
 
     @property
     def weight(self) -> str:
-        """Global name of the layer's weight."""
+        """Return the global name of the layer's weight."""
         return f"{self.name}.weight"
 
 
@@ -140,8 +140,8 @@ def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:
 
 
 def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
-    """Return for each row of a joined layer's full weight the index in `target.hf_modules` of the layer that it comes
-    from, [out]; None if the layer is not joined."""
+    """Return, for each row of the layer's full weight, which of `target.hf_modules` the row comes from: indices, [out].
+    None if the layer is a single Hugging Face layer."""
     import torch
 
     if len(target.hf_modules) == 1:
@@ -154,7 +154,8 @@ def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
 
 
 def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, scale: float) -> Tensor:
-    """Return W [out, in] + scale * B [out, r] A [parts * r, in], computed in fp32, in the dtype of W."""
+    """Return `weight` [out, in] + scale * B A in the dtype of `weight`, computed in fp32. `first` is A [parts * r, in],
+    `second` is B [out, r]. With `parts` (from `part_of_row`), each row of B is multiplied by the A of its part."""
     import torch
 
     merged = weight.float()
@@ -170,7 +171,8 @@ def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, s
 def check_adapters(
     shape: ModelShape, options: LoraOptions, *, tensor: int, pipeline: int, expert_tensor: int | None, grouped: bool
 ) -> None:
-    """Check that adapters of these options can be trained with the parallel sizes."""
+    """Check that these adapters can be trained with these parallel sizes. `grouped`: grouped GEMMs compute the
+    experts."""
     targets = adapter_targets(shape, options.lora_target_modules)
     with_experts = [name for name in targets if EXPERT in name]
     if with_experts and (expert_tensor or tensor) not in (1, tensor):
@@ -237,7 +239,8 @@ def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dic
 
 
 def served_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dict[str, Any]:
-    """Return `peft_config` for engines that always compute the scale as lora_alpha / r, also for rsLoRA."""
+    """Return the content of adapter_config.json for engines that always scale by lora_alpha / r. Its lora_alpha is
+    chosen to give the right scale, also for rsLoRA."""
     return peft_config(options, shape, base_model) | {
         "lora_alpha": options.scale * options.lora_rank,
         "use_rslora": False,

@@ -1,5 +1,5 @@
 """The addresses, ports and rendezvous at which the processes of a run listen: loopback if all run on one node,
-otherwise the address of each process's node, or that of the interface given with --network-interface.
+otherwise the address of each process's node, or the address of the interface given with --network-interface.
 
 A server binds its port seconds after the port was chosen, when the model is loaded; another run that starts at the same
 moment could choose the same port. So a chosen port is reserved by binding a Unix socket to a name in the abstract
@@ -32,9 +32,8 @@ CONNECT_TIMEOUT = 2.0  # seconds for a server to accept a connection
 
 
 def node_address(interface: str | None = None) -> str:
-    """Return the address at which other nodes reach this node: that of `interface`, by default the address under which
-    Ray knows the node. Needs a connection to Ray if `interface` is not given.
-    """
+    """Return the address at which other nodes reach this node: the address of `interface` or, if `interface` is None,
+    the address under which Ray knows the node. The latter needs a connection to Ray."""
     if interface is None:
         import ray
 
@@ -92,7 +91,7 @@ def listen_at(host: str) -> socket.socket:
 def serve_store(listener: socket.socket, world_size: int, timeout: timedelta) -> Store:
     """Return the TCPStore of rank 0, which serves on `listener`; the other ranks connect to the listener's address.
 
-    The store takes ownership of the socket. torch would make it listen on all addresses of this machine.
+    The store takes ownership of the socket. A socket that torch creates would listen on all addresses of this machine.
     """
     from torch.distributed import TCPStore
 
@@ -113,7 +112,7 @@ _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the
 
 def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (), host: str = LOOPBACK) -> int:
     """Reserve a TCP port from LOWEST to `highest` that is free at `host` and that no other run has reserved, together
-    with the ports at `extra_offsets` from it, which the server also binds. Return it."""
+    with the ports at `extra_offsets` from it, which the server also binds. Return the port."""
     below = int(OUTGOING_PORTS.read_text().split()[0]) - 1
     highest = min(highest, below) if below >= LOWEST + 1_000 else highest
     for _ in range(100):
@@ -124,8 +123,8 @@ def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (),
 
 
 def reserve_ports(ports: Sequence[int], host: str = LOOPBACK) -> bool:
-    """Reserve all these TCP ports of the address `host` of this machine against other Penstock processes, or none.
-    Return False if one is in use, or already reserved by any process, this one included."""
+    """Reserve all these TCP ports of the address `host` of this machine against other Penstock processes, or none of
+    them. Return False if one is in use, or already reserved by any process, this one included."""
     locks: dict[int, socket.socket] = {}
     for port in ports:
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -65,7 +65,7 @@ class EngineOptions:
     adapters: ServedAdapters | None = None  # send adapters instead of weights
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
-        """Return `num_engines` without GPUs, otherwise engine GPUs / `gpus_per_engine`."""
+        """Return the number of engines to start: `num_engines` without GPUs, otherwise as many as the GPUs allow."""
         if not has_gpus:
             return self.num_engines
         return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
@@ -78,7 +78,8 @@ class EngineOptions:
     def weight_transport(
         self, engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace], directory: str
     ) -> WeightTransport:
-        """Return how weights are sent to the engines: over the configured transport, or over one chosen here.
+        """Return how weights are sent to the engines: over the configured transport, or over one chosen here. The
+        transport "disk" writes to `directory`.
 
         "tensor" is chosen if the engines can read the trainer's memory: on the same GPUs, or on machines without GPUs.
         Otherwise "nccl" is chosen, and for external engines "disk", because nothing is known about their network.

@@ -28,7 +28,8 @@ class ParallelLayout(BaseModel):
     sequence_parallel: bool = False
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size for a world size."""
+        """Return the data-parallel size of `world_size` trainer ranks. Raises LayoutError if the other parallel sizes
+        do not divide the number of ranks."""
         expert_tensor = self.expert_tensor or self.tensor
         dense = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
         experts = {"expert tensor": expert_tensor, "expert": self.expert, "pipeline": self.pipeline}
@@ -85,7 +86,7 @@ def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
 
 
 def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], default: bool = False) -> bool:
-    """Return whether the experts of a model are computed by grouped GEMMs; `default` if no option decides it."""
+    """Return whether grouped GEMMs compute the experts of a model; `default` if no option decides it."""
     if not shape.experts:
         return False
     chosen = megatron_options.get("moe_grouped_gemm")
@@ -93,7 +94,7 @@ def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], def
 
 
 def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> None:
-    """Check that torch's grouped GEMM can multiply the experts of a model: its rows are multiples of 16 bytes."""
+    """Check that torch's grouped GEMM can multiply the experts of a model: it needs rows of multiples of 16 bytes."""
     if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
         raise OptionError(
             f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {row} with "
@@ -158,8 +159,8 @@ def split_layers(num_layers: int, pipeline: int, first: int | None = None, last:
 def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
     """Return a hint for an error message: flags with which the layers can be split over the pipeline stages.
 
-    Tried in this order: another size of the last stage, which also has the LM head; other sizes of the first and the
-    last stage; another number of stages; no virtual stages.
+    The first of these that works is suggested: another size of the last stage, which also has the LM head; other sizes
+    of the first and the last stage; another number of stages; no virtual stages.
     """
     if pipeline > 1 and num_layers % virtual == 0:
         sizes = range(virtual, num_layers + 1, virtual)

@@ -16,8 +16,8 @@ from penstock.engines.network import accepts_connections
 from penstock.storage.errors import LayoutError, PenstockError
 
 GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
-RESERVE_TIMEOUT = 60  # seconds within which Ray must place a new block
-PROBE_TIMEOUT = 120  # seconds for a task that reads its GPU id
+RESERVE_TIMEOUT = 60  # seconds for Ray to reserve a new placement group
+PROBE_TIMEOUT = 120  # seconds for a Ray task that returns the id of its GPU
 
 
 class NodeLost(PenstockError, ConnectionError):
@@ -28,22 +28,23 @@ class NodeLost(PenstockError, ConnectionError):
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """How a run uses the nodes of its Ray cluster."""
+    """How a run uses the nodes of its Ray cluster. All GPUs are reserved when the run's first process is placed."""
 
     gpus_per_node: int | None = None  # GPUs that the run uses on each node; None: as many as the largest node has
-    trainer_gpus: int = 0  # GPUs of the trainer. All GPUs of a run are reserved when its first process is placed.
-    engine_gpus: int = 0  # GPUs of the engines, without those of the trainer
+    trainer_gpus: int = 0  # GPUs of the trainer
+    engine_gpus: int = 0  # GPUs of the engines that the trainer does not use
     gpus_per_engine: int = 1
     teacher_gpus: int = 0  # GPUs of the teacher's engine, after those of the engines
     num_nodes: int = 1  # nodes of a cluster without GPUs over which processes are distributed
     node_timeout: float = 600  # seconds to wait for a node that died
 
     def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including those at the end of a node that are too few for an engine."""
+        """Return the number of GPUs to reserve, including GPUs at the end of a node that are too few for an engine and
+        stay unused."""
         return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
 
     def end_of_engines(self, gpus_per_node: int) -> int:
-        """Return the index of the first GPU after those of trainer and engines."""
+        """Return the number of the first GPU after those of trainer and engines."""
         return _end(self.engine_gpus, self.gpus_per_engine, self.trainer_gpus, gpus_per_node)
 
 
@@ -64,9 +65,9 @@ class Slot:
 
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
-    """Return the index, among all GPUs of the run, of each process's first GPU. A process has consecutive GPUs; the
-    first process begins at `first_gpu`. A process that would span two nodes begins on the second one.
-    """
+    """Return the number of each process's first GPU. The GPUs of a run are numbered, node after node. Each process has
+    consecutive GPUs; the first process begins at `first_gpu`. A process that would span two nodes begins on the second
+    node instead."""
     if gpus_per_process > gpus_per_node:
         raise LayoutError(
             f"a process needs {gpus_per_process} GPUs, but a node has {gpus_per_node} (--num-gpus-per-node): "
@@ -82,7 +83,7 @@ def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_p
 
 
 def _end(num_gpus: int, gpus_per_engine: int, first_gpu: int, gpus_per_node: int) -> int:
-    """Return the index of the first GPU after those of the engines, which have `num_gpus` GPUs from `first_gpu` on."""
+    """Return the number of the first GPU after those of the engines, which have `num_gpus` GPUs from `first_gpu` on."""
     size = max(1, min(gpus_per_engine, gpus_per_node))
     starts = first_gpus(num_gpus // size, size, first_gpu, gpus_per_node)
     return starts[-1] + size if starts else first_gpu
@@ -124,7 +125,7 @@ class Gpu:
 
 
 class Placement:
-    """Places the processes of one run through its `engines.cluster.Cluster`, which imports this module. Not
+    """Place the processes of one run. `cluster` is its `engines.cluster.Cluster`, which imports this module. Not
     thread-safe."""
 
     def __init__(self, cluster: Any, options: PlacementOptions) -> None:
@@ -132,17 +133,17 @@ class Placement:
         self._options = options
         self._gpus_per_node = options.gpus_per_node
         self._blocks: list[list[Gpu]] = []
-        self._max_gpus = self._max_nodes = 0  # the highest numbers that Ray has reported during this connection
+        self._max_gpus = self._max_nodes = 0  # the largest GPU and node counts that Ray has reported to this process
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
 
     def alive_nodes(self) -> list[dict[str, Any]]:
         """Return the entries of `ray.nodes()` whose raylet accepts connections, ordered by `order_nodes`.
 
-        Ray notices the death of a node only after some seconds; an actor placed on it before that would fail.
+        Ray notices the death of a node only after some seconds. Until then it would place an actor there, which fails.
         """
         nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
-        if self._cluster.ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
+        if self._cluster.ray.util.client.ray.is_connected():  # outside of the nodes' network no port can be tested
             return order_nodes(nodes)
         return order_nodes(
             [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
@@ -213,7 +214,7 @@ class Placement:
         first = gpus[0]
         if len({gpu.node for gpu in gpus}) > 1:
             raise LayoutError(
-                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one: set "
+                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one node: set "
                 "--num-gpus-per-node to the number of GPUs of the smallest node"
             )
         if first.node not in alive:
@@ -225,7 +226,7 @@ class Placement:
     # ---- placement groups --------------------------------------------------------------------------------------------
 
     def _reserve(self, needed: int) -> None:
-        """Reserve GPUs until the run has `needed` of them, or all that trainer and engines need, whichever is more."""
+        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need if that is more."""
         needed = max(needed, self._options.total_gpus(self.gpus_per_node))
         if not self._blocks and not self._cluster.owned:
             full, rest = divmod(needed, self.gpus_per_node)
@@ -277,7 +278,8 @@ class Placement:
         return group
 
     def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
-        """Return a block with its current node and GPU ids: Ray moves the group of a dead node to another."""
+        """Return the GPUs of a placement group with their current node and ids: Ray moves the placement group of a dead
+        node to another node."""
         entry = self._cluster.call_ray(self._cluster.ray.util.placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
             raise NodeLost(

@@ -24,16 +24,16 @@ from pathlib import Path
 PREFIX = "penstock-"
 LOCK = "owner.lock"
 KEPT = "kept"  # marker file: the owner failed, and the logs in its directory may be needed
-KEEP_SECONDS = 24 * 3600  # a new owner removes a directory with the file KEPT only after this; `penstock gc` at once
-COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of Penstock's directory
+KEEP_SECONDS = 24 * 3600  # age at which a new owner removes a directory with the file KEPT; `penstock gc` does at once
+COMPILE_CACHES = {  # variable that names a compiler's cache directory -> its subdirectory of ~/.cache/penstock
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",  # by default Inductor would move Triton's directory into its own
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",  # used with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 }
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
-MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
+MAX_BASE_PATH = 70  # characters: the path of a socket directly in a temporary directory then has at most 107
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-STACK_SIGNAL = signal.SIGUSR2  # makes a process print its Python stacks, as engines' launch scripts do
+STACK_SIGNAL = signal.SIGUSR2  # makes the trainer's and engines' processes print their Python stacks
 
 _own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock file, pid of the owner
 
@@ -83,8 +83,8 @@ def end_with_parent() -> None:
 
 def keep_compile_caches() -> None:
     """Make the processes of this run keep compiled kernels in ~/.cache/penstock, in the variables of `COMPILE_CACHES`
-    that the user has not set: the compilers' default is TMPDIR, which is removed at exit, so that every start would
-    compile them again. Without a writable home directory the defaults remain."""
+    that the user has not set: the compilers' default is TMPDIR, which is removed at exit, and every start would compile
+    them again. Without a writable home directory the defaults remain."""
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home directory
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,14 +100,14 @@ def keep_temp_directory_at_exit() -> None:
 
 
 def is_temp_directory_kept_at_exit() -> bool:
-    """Return whether `keep_temp_directory_at_exit` was called, so that this process's directory is not removed."""
+    """Return whether this process's temporary directory is kept at exit (`keep_temp_directory_at_exit`)."""
     return _own is not None and (_own[0] / KEPT).exists()
 
 
 def abandoned_temp_directories(base: Path | None = None, skip_kept_for_seconds: float = 0.0) -> list[Path]:
-    """Return the temporary directories below `base` (default: where `own_temp_directory` creates them) of this user
-    whose owner process is dead, without those for which `keep_temp_directory_at_exit` was called in the last
-    `skip_kept_for_seconds`."""
+    """Return this user's temporary directories below `base` (default: where `own_temp_directory` creates them) whose
+    owner process is dead. A directory for which `keep_temp_directory_at_exit` was called in the last
+    `skip_kept_for_seconds` is left out."""
     base = base or temp_base_directory()
     directories = []
     for directory in sorted(base.glob(f"{PREFIX}*")):

@@ -1,4 +1,4 @@
-"""Parse Python source code: of installed packages, to read names without importing them, and of users."""
+"""Parse Python source code, for example of an installed package, to read its names without importing it."""
 
 from __future__ import annotations
 

@@ -85,15 +85,15 @@ class EngineStream(Protocol):
 class EnginePack(Protocol):
     """A packed micro-batch of B sequences with T tokens in total. A loss function may use further fields.
 
-    With routing replay the engine also reads and sets `routing: dict[int, Tensor] | None`, the expert ids of the
-    tokens: layer of the whole model, from 0 -> [T, top_k] int16 on the CPU, -1: not known.
+    With routing replay the engine also reads and sets `routing: dict[int, Tensor] | None`. It maps the index of a layer
+    in the whole model, from 0, to the expert ids of the tokens: [T, top_k] int16 on the CPU, -1 where they are unknown.
     """
 
     token_ids: Tensor  # [T] int64, the concatenated sequences
     position_ids: Tensor  # [T] int64, from 0 in every sequence
     cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
     max_seqlen: int  # number of tokens of the longest sequence
-    stream: Any  # `EngineStream` that `TrainEngine.pack_stream` returned; None: every pass calls it
+    stream: Any  # result of `TrainEngine.pack_stream`; None: every pass calls `pack_stream`
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def pack_stream(self, packed: EnginePack) -> EngineStream:
-        """Return this rank's tokens of a micro-batch. A caller that runs several passes keeps the result in
-        `packed.stream`, because building it copies data to the GPU and waits for that. Not collective."""
+        """Return this rank's tokens of a micro-batch. A caller that runs several passes stores the result in
+        `packed.stream`, because every call copies data to the GPU and waits for the copy. Not collective."""
 
     @abstractmethod
     def forward_backward(
@@ -157,7 +157,8 @@ class TrainEngine(ABC):
         forward_only: bool = False,
         routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
-        """Run forward and backward passes of micro-batches, then all-reduce the gradients, which replace earlier ones.
+        """Run forward and backward passes of micro-batches, then all-reduce the gradients. Gradients of earlier calls
+        are discarded.
 
         Every rank has the same number of micro-batches, and the tensor-, context- and pipeline-parallel ranks of a
         replica have the same ones. With `forward_only` `loss_fn` may return None as the loss. Return the outputs of
@@ -209,8 +210,8 @@ class TrainEngine(ABC):
 
         Args:
             directory: one for all ranks, or one per rank.
-            step_state: JSON values of the caller, which `load` returns. None: save only the weights, for
-                `load_weights`; inside `using_weights` those of the snapshot.
+            step_state: JSON values of the caller, which `load` returns. None: save only the weights that the model uses
+                (inside `using_weights` those of the snapshot), for `load_weights`.
         """
 
     @abstractmethod
@@ -236,11 +237,11 @@ class TrainEngine(ABC):
     # ---- adapters (`lora`) -------------------------------------------------------------------------------------------
 
     def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield layer, A and B of every adapter."""
+        """Yield the layer's name and the matrices A and B of every adapter."""
         raise NotImplementedError
 
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-        """Set the adapters; `matrices_of` returns A [parts * r, in] and B [out, r] by layer. Not collective."""
+        """Set the adapters; `matrices_of(layer)` returns A [parts * r, in] and B [out, r]. Not collective."""
         raise NotImplementedError
 
     # ---- device memory -----------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def rank_environment(self, layout: ParallelLayout, threads: int) -> dict[str, str]:
-        """Return the environment variables with which a rank of `threads` CPU threads must be started."""
+        """Return the environment variables with which a rank that uses `threads` CPU threads must be started."""
 
     @abstractmethod
     def import_libraries(self) -> None:

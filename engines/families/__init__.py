@@ -32,7 +32,8 @@ FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not 
 
 
 def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
-    """Return the model shape that the config.json of a Hugging Face directory describes."""
+    """Return the model shape that the config.json of a Hugging Face directory describes. `family_path`: file or module
+    of an external family (--model-family-path)."""
     path = Path(directory) / "config.json"
     return shape_from_config(read_config(path), str(path), family_path)
 
@@ -40,8 +41,8 @@ def read_shape(directory: str | Path, family_path: str | None = None) -> ModelSh
 def shape_from_config(
     values: dict[str, Any], source: str = "config.json", family_path: str | None = None
 ) -> ModelShape:
-    """Return the model shape that the entries of a config.json describe; error messages name `source`, the path of the
-    file. Raises the same errors as `read_shape`."""
+    """Return the model shape that the entries `values` of a config.json describe. Raises ModelError, which names
+    `source` (the path of the file), and PluginError if the external family at `family_path` fails."""
     architecture = (ConfigEntries(values, source, {})["architectures"] or ["none"])[0]
     external = load_family(family_path) if family_path else None
     families = FAMILIES | ({external.architecture: external} if external else {})
@@ -142,7 +143,7 @@ def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Number of parameters of one rank. Dense and expert parameters are sharded over different process groups."""
+    """Numbers of dense and of expert parameters that one rank holds: these are sharded over different sets of ranks."""
 
     dense: int
     expert: int = 0
@@ -184,8 +185,8 @@ def count_rank_parameters(
 
 
 def _numel_per_rank(row: TensorRow, ranks: int) -> int:
-    """Return the number of elements of a tensor's shard if the tensor is sharded over `ranks` tensor-parallel ranks;
-    for one layer and one expert if the row describes several."""
+    """Return the number of elements of a tensor's shard if the tensor is sharded over `ranks` tensor-parallel ranks. If
+    the row describes a tensor of every layer or expert, count that of one layer and one expert."""
     if REPLICATED.search(row.megatron):
         return sum(prod(size) for size in row.hf.values())
     if row.megatron in (EMBEDDING, HEAD):

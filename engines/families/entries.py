@@ -93,8 +93,8 @@ REQUIRED = {  # entries that must not be null: transformers has no default for t
     "is_causal",
 }  # fmt: skip
 
-# Entries that belong to other architectures -> the only value, besides null, that has no effect; others are refused.
-# transformers ignores these entries for the architectures supported here, but inference engines apply some to any.
+# Entries that belong to other architectures -> the only value, besides null, that has no effect; other values are
+# refused. For the architectures supported here transformers ignores these entries, but inference engines apply some.
 FOREIGN: dict[str, Any] = {
     **dict.fromkeys(
         (
@@ -128,12 +128,13 @@ SPELLINGS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_
 
 
 def check_not_hub_id(flag: str, path: str | Path) -> None:
-    """Check that a path that does not exist is not a name on the Hugging Face hub, OWNER/NAME."""
+    """Raise ModelError if `path`, the value of `flag`, does not exist and looks like a name on the Hugging Face hub
+    (OWNER/NAME): Penstock does not download models or data."""
     directory, here = Path(path), Path.cwd()
     hub_id = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
     is_data = flag.endswith("prompt-data")
     if is_data and directory.suffix:
-        return  # a file in a directory that does not exist
+        return  # the name of a file, not OWNER/NAME
     if _HUB_ID.fullmatch(hub_id) and not directory.parent.exists():
         what, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
         raise ModelError(
@@ -164,7 +165,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_not_gguf(model: Path) -> None:
-    """Check that a model without config.json or safetensors is not a GGUF file, or a directory with one."""
+    """Raise ModelError if `model`, which has no config.json or safetensors file, is a GGUF file or a directory with
+    one."""
     files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
     if files:
         raise ModelError(
@@ -175,7 +177,8 @@ def check_not_gguf(model: Path) -> None:
 
 
 def check_model_files(directory: Path) -> None:
-    """Check that a model directory has only files and directories, and JSON files that fit into memory."""
+    """Check that a model directory has no pipes or devices, whose reading might never end, and that its JSON files and
+    chat templates fit into memory."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         try:
             status = path.stat()
@@ -189,8 +192,8 @@ def check_model_files(directory: Path) -> None:
 
 class ConfigEntries:
     """The entries of one config.json, with type checks. `entries[name]` returns the value of an entry; for an absent
-    entry it returns the family's default (equal to that of transformers' config class), or None without a default.
-    `types` has the types of the entries that only this family has.
+    entry it returns the value in `defaults` (those of transformers' config class), or None without a default. `types`
+    has the types of entries that are not in `TYPES`.
     """
 
     def __init__(
@@ -242,8 +245,10 @@ def rotary_from_config(config: ConfigEntries, fraction: float = 1.0, interleaved
             f"rope_parameters for {', '.join(settings)}", "but Penstock supports only the same RoPE in all layers"
         )
 
+    rope = ConfigEntries(settings, config.source, {}, config.types)
+
     def read_setting(name: str) -> Any:  # from the top level or the RoPE settings
-        top, inner = config[name], config.check_value(name, settings[name]) if name in settings else None
+        top, inner = config[name], rope[name]
         if top is not None and inner is not None and top != inner:
             config.refuse_contradiction(f"{name} {top} at the top level and {inner} in the RoPE settings")
         return top if inner is None else inner
@@ -255,46 +260,42 @@ def rotary_from_config(config: ConfigEntries, fraction: float = 1.0, interleaved
         base=read_setting("rope_theta") or 10000.0,
         fraction=fraction if factor is None else factor,
         interleaved=interleaved,
-        scaling=_rope_scaling(config, settings),
+        scaling=_rope_scaling(config, rope),
     )
 
 
-def _rope_scaling(config: ConfigEntries, settings: dict[str, Any]) -> Llama3Scaling | YarnScaling | None:
-    """Return the RoPE scaling that a config.json describes in its RoPE settings; None without scaling."""
-
-    def setting(name: str) -> Any:
-        return config.check_value(name, settings[name]) if name in settings else None
-
-    kind = setting("rope_type") or setting("type") or "default"
+def _rope_scaling(config: ConfigEntries, rope: ConfigEntries) -> Llama3Scaling | YarnScaling | None:
+    """Return the RoPE scaling that `rope`, the RoPE settings within a config.json, describes; None without scaling."""
+    kind = rope["rope_type"] or rope["type"] or "default"
     if kind == "default":
         return None
     if kind not in ("llama3", "yarn"):
         config.refuse(f"rope_type {kind!r}", "but Penstock supports only 'default', 'llama3' and 'yarn'")
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    if missing := [name for name in needed if setting(name) is None]:
+    if missing := [name for name in needed if rope[name] is None]:
         config.refuse(f"rope_type {kind!r} without {missing[0]}", "which this rope_type needs", f"add {missing[0]}")
     # transformers 5.12.1 (`standardize_rope_params`): the top-level entry takes precedence over the RoPE settings
-    inner, top = setting("original_max_position_embeddings"), config["original_max_position_embeddings"]
+    inner, top = rope["original_max_position_embeddings"], config["original_max_position_embeddings"]
     original = top or inner or config["max_position_embeddings"]
     if kind == "llama3":
-        return Llama3Scaling(**{name: settings[name] for name in needed}, original_max_positions=original)
-    if settings.get("attention_factor") is not None or not settings.get("truncate", True):
+        return Llama3Scaling(**{name: rope[name] for name in needed}, original_max_positions=original)
+    if rope["attention_factor"] is not None or not rope.values.get("truncate", True):
         config.refuse(
             "attention_factor or truncate in the YaRN settings",
             "but Penstock computes the attention factor and always truncates the correction range",
         )
     return YarnScaling(
-        factor=settings["factor"],
+        factor=rope["factor"],
         original_max_positions=original,
-        beta_fast=setting("beta_fast") or 32.0,
-        beta_slow=setting("beta_slow") or 1.0,
-        mscale=setting("mscale") or 0.0,  # without both entries the attention factor depends on `factor` only
-        mscale_all_dim=setting("mscale_all_dim") or 0.0,
+        beta_fast=rope["beta_fast"] or 32.0,
+        beta_slow=rope["beta_slow"] or 1.0,
+        mscale=rope["mscale"] or 0.0,  # without both entries the attention factor depends on `factor` only
+        mscale_all_dim=rope["mscale_all_dim"] or 0.0,
     )
 
 
 def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
-    """Raise an error if a config.json entry that any architecture may have has an unsupported value."""
+    """Raise ModelError if an entry that any architecture's config.json may have has an unsupported value."""
     if config["is_causal"] is False:
         config.refuse("is_causal false", "but Penstock supports only causal attention", "use a decoder-only checkpoint")
     if (config["hidden_act"] or "silu") != "silu":
@@ -317,7 +318,8 @@ def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
 
 
 def refuse_sliding_windows(config: ConfigEntries) -> None:
-    """Raise ModelError if a layer uses sliding-window attention. `max_window_layers` may disable it in all layers."""
+    """Raise ModelError if a layer uses sliding-window attention. An entry `max_window_layers` that is at least the
+    number of layers disables it in all layers."""
     full = config["max_window_layers"] or 0  # number of first layers without a window; 0 if absent (Qwen3-MoE)
     if config["use_sliding_window"] and config["sliding_window"] is not None and config["num_hidden_layers"] > full:
         config.refuse(

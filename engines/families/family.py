@@ -51,7 +51,7 @@ class Family:
 
 
 def load_family(path: str) -> Family:
-    """Import the Python file or module `path` and return its `FAMILY`. Its code is executed once per process."""
+    """Import the Python file or module `path`, whose code is executed once per process, and return its `FAMILY`."""
     family = getattr(_import_module(path), "FAMILY", None)
     if not isinstance(family, Family):
         raise PluginError(f"--model-family-path {path} does not define FAMILY: add `FAMILY = Family(...)`")

@@ -63,12 +63,12 @@ class Experts(_Component):
     num_experts: int
     top_k: int
     ffn_hidden_size: int  # width of one routed expert's MLP
-    shared_ffn_hidden_size: int = 0  # sum over all shared experts of a layer
-    num_dense_layers: int = 0  # the first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
+    shared_ffn_hidden_size: int = 0  # width of all shared experts of a layer together
+    num_dense_layers: int = 0  # number of first layers, which have a dense MLP of size ModelShape.ffn_hidden_size
     score: Literal["softmax", "sigmoid"] = "softmax"  # softmax is over all experts, before top-k
     normalized: bool = True  # divide the scores of the top-k experts by their sum
     bias: bool = False  # add a frozen correction (e_score_correction_bias) to the scores for top-k only
-    num_groups: int = 1  # number of groups of experts; top-k selects only from the best `top_groups` of these groups
+    num_groups: int = 1  # groups of experts; for each token, top-k selects only from its best `top_groups` groups
     top_groups: int = 1
     scaling: float = 1.0  # factor by which the sum of the routed experts' outputs is multiplied
 
@@ -113,8 +113,8 @@ class ModelShape(BaseModel):
 
     def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
-        recomputation). Causal attention computes half of the token pairs in `sum_of_squared_lengths` of the sequences.
-        `frozen`: the weights have no gradients, because only adapters are trained (which are not counted)."""
+        recomputation). The squared lengths of the sequences count pairs of tokens; causal attention computes half of
+        them. `frozen`: the weights have no gradients, because only adapters are trained, which are not counted."""
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
         attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
         products = 4.0 if frozen else 6.0  # forward, gradient of the input, gradient of the weight; 2 FLOPs each
@@ -158,7 +158,8 @@ class ModelShape(BaseModel):
 
 
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
-    """Return the format in which the routed expert ids of a model's tokens are stored."""
+    """Return the format in which the routed expert ids of a model's tokens are stored. Raises OptionError about the
+    option `option` if the model has no experts."""
     if shape.experts is None:
         raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: omit the option")
     return ExpertsFormat(

@@ -4,10 +4,9 @@ An op splits a Megatron tensor into Hugging Face tensors and joins these again; 
 bit. Ops only slice, concatenate and reorder rows, so they also work on meta tensors. This module does not depend on any
 family.
 
-The second half has the mappings (`TensorRow`) that model families share: embeddings, norms,
-attention, MLP and experts. Hugging Face names are those of Llama and DeepSeek; `renamed` changes them.
-
-The mappings of all tensors of a model are its tensor table.
+The second half of this module has the mappings (`TensorRow`) that model families share: embeddings, norms, attention,
+MLP and experts. Hugging Face names are those of Llama and DeepSeek; `renamed` changes them. The mappings of all tensors
+of a model are its tensor table.
 """
 
 from __future__ import annotations
@@ -126,7 +125,8 @@ class TensorRow:
 
 
 def rows_by_layer(rows: Sequence[TensorRow], num_layers: int) -> Iterator[tuple[int, TensorRow]]:
-    """Yield every row once for each of its layers, in the order of `TensorLayout.megatron_names`."""
+    """Yield (layer index, row) for each layer of every row, in the order of `TensorLayout.megatron_names`; the index is
+    0 for a row outside of the layers."""
     for row in rows:
         assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
     outside = [row for row in rows if row.layers is None]
@@ -215,7 +215,7 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of a pre-norm decoder, dense or MoE, with grouped-query attention and SwiGLU."""
+    """Return the tensor table of a pre-norm decoder, dense or MoE, with grouped-query attention and SwiGLU."""
     input_norm, mlp_norm = norm_rows(shape)
     return [*embedding_rows(shape), input_norm, *attention_rows(shape), mlp_norm, *mlp_rows(shape)]
 
@@ -243,7 +243,8 @@ def norm_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def attention_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of grouped-query attention, including QKV biases and QK norms if the model has them."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of grouped-query attention, including QKV biases and QK norms
+    if the model has them."""
     heads, groups, dim, hidden = shape.num_attention_heads, shape.num_query_groups, shape.head_dim, shape.hidden_size
     qkv, layers = InterleavedQKV(groups, heads // groups, dim), range(shape.num_layers)
     widths = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -266,7 +267,8 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def mla_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the rows of multi-head latent attention, with a direct or a low-rank projection of queries."""
+    """Return the Megatron-to-Hugging-Face tensor mapping of multi-head latent attention, with a direct or a low-rank
+    projection of queries."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_attention_heads
     assert latent is not None, shape.family
     rank, q_rank, queries = latent.kv_lora_rank, latent.q_lora_rank, heads * shape.head_dim
@@ -331,7 +333,7 @@ def unconverted_layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple
 
 
 def renamed(rows: list[TensorRow], names: dict[str, str]) -> list[TensorRow]:
-    """Return `rows` with each key of `names` replaced by its value in their Hugging Face names, in order."""
+    """Return copies of `rows` whose Hugging Face names have each key of `names` replaced by its value, key by key."""
 
     def rename(name: str) -> str:
         for old, new in names.items():

@@ -51,7 +51,7 @@ def import_megatron() -> None:
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finds modules of `megatron.core` on the import path and makes Python load them with `loader`."""
+    """Find modules of `megatron.core` on the import path, and make Python load them with `loader`."""
 
     def __init__(self, loader: Callable[[str, str], importlib.abc.Loader]) -> None:
         self.loader = loader
@@ -68,7 +68,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
 
 
 class _PatchingLoader(importlib.machinery.SourceFileLoader):
-    """Applies `patches.py` to each module of `megatron.core` after it is executed."""
+    """Execute a module of `megatron.core`, and then apply `patches.py` to it."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

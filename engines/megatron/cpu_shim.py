@@ -33,7 +33,7 @@ from penstock.engines.sources import parse_source
 
 if torch.cuda.is_available():
     raise RuntimeError(
-        "penstock.engines.megatron.cpu_shim was imported on a machine with CUDA, but is only for machines without: "
+        "penstock.engines.megatron.cpu_shim was imported on a machine with CUDA, but works only without CUDA: "
         "call penstock.engines.megatron.compat.import_megatron() instead"
     )
 
@@ -43,8 +43,8 @@ TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Fl
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Rewrites and compiles a module of `megatron.core`, and caches the bytecode, which saves 2 s per process. The
-    cache file's name contains a hash of the module's source and of this file, so a change of either invalidates the
+    """Rewrite and compile a module of `megatron.core`, and cache the bytecode, which saves 2 s per process. The cache
+    file's name contains a hash of the module's source and of this file, so a change of either invalidates the
     cache."""
 
     def get_code(self, fullname: str) -> CodeType:
@@ -81,7 +81,7 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
 
 
 class CudaRewriter(ast.NodeTransformer):
-    """Replaces CUDA literals in a module's syntax tree (see the table in the docstring of this file)."""
+    """Replace references to CUDA in a module's syntax tree (see the table in the docstring of this file)."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":

@@ -80,7 +80,7 @@ class MegatronEngine(TrainEngine):
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
         seed: seed of the random initial weights.
         role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
-            critic, whose `head` maps them to float32 values [n, 1], the same on every tensor-parallel rank.
+            critic, whose `head` maps hidden states to float32 values [n, 1], the same on every tensor-parallel rank.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MegatronEngine(TrainEngine):
         if self.attention_kernel == "fa4":
             prepare_fa4()
         torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)  # seeds the generators of weights drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
         self.lora: LoraOptions | None = optimizer.get("lora")
@@ -179,7 +179,7 @@ class MegatronEngine(TrainEngine):
         self, loss_fn: LossFunction, routing: Routing | None, microbatches: Iterator[Any], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         packed = next(microbatches)
-        stream: PackedStream = replace(packed.stream or self.pack_stream(packed))  # a pass adds RoPE and routing
+        stream: PackedStream = replace(packed.stream or self.pack_stream(packed))  # a copy, which this pass changes
         if routing is not None:
             packed.routing = {} if packed.routing is None else packed.routing
             ranks = self.layout.tensor if self.config.sequence_parallel else 1
@@ -190,7 +190,7 @@ class MegatronEngine(TrainEngine):
             stream.routing = StreamRouting(packed.routing, num_tokens, rows, recording)
         hidden = chunk(stream)
         if chunk.module.post_process:
-            self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly
+            self._param_gather.wait_for_module(chunk.module.output_layer)  # whose weight `head` reads without a call
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if stream.num_tokens < len(hidden):
@@ -301,7 +301,7 @@ class MegatronEngine(TrainEngine):
             "layout": self.layout.model_dump(),
             "dtype": self.dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            # recorded only if it is not torch's kernel: fingerprints of runs with torch's kernel do not have this key
+            # The following keys exist only where a kernel or method other than the ordinary one is used.
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
             **({"norms": f"triton {version('triton')}", "swiglu": "triton"} if self.device.type == "cuda" else {}),

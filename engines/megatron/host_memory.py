@@ -18,8 +18,8 @@ PINNED = 16 << 20  # bytes of a pinned buffer for tensors on a GPU; torch keeps 
 
 
 def host_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, in chunks; each is valid until the next one is requested. A tensor on a GPU is
-    copied through two pinned buffers: one is filled while the caller uses the other. Thread-safe."""
+    """Yield the bytes of a tensor in chunks, each of which is valid until the next chunk is requested. A tensor on a
+    GPU is copied through two pinned buffers: one is filled while the caller uses the other. Thread-safe."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if not len(flat):
         return
@@ -44,8 +44,8 @@ def host_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return name -> xxh3-64 hash of the bytes of all tensors with this name, in their order. Names are hashed in
-    parallel."""
+    """Return name -> xxh3-64 hash of the bytes of all tensors with this name, in the given order. Several names are
+    hashed at the same time, in threads."""
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in tensors:
         groups.setdefault(name, []).append(tensor)

@@ -65,8 +65,8 @@ class Adapter(nn.Module):
         names: the same names with layers and experts numbered over the whole model (global names).
         linear: the layer.
         options: rank and scaling.
-        part_of_row: [out] index of the joined Hugging Face layer to which each row of the full weight belongs; None if
-            the weight is not joined from several.
+        part_of_row: [out] for each row of the full weight the index of the Hugging Face layer to which it belongs; None
+            if Megatron's layer is a single Hugging Face layer.
         sequence_parallel: whether activations between layers are split over tensor-parallel ranks.
     """
 
@@ -111,7 +111,8 @@ class Adapter(nn.Module):
             if is_expert:
                 param.allreduce = False  # type: ignore[attr-defined]
             elif sequence_parallel and not self.is_dispatched and not sharded[name]:
-                param.sequence_parallel = True  # type: ignore[attr-defined] # summed over tensor-parallel ranks
+                # Megatron then sums the gradient over tensor-parallel ranks.
+                param.sequence_parallel = True  # type: ignore[attr-defined]
 
     def _shard_of_rows(self, full: Tensor, rows: int) -> Tensor:
         """Return this rank's part of a tensor with one entry per row of the full weight."""
@@ -127,8 +128,8 @@ class Adapter(nn.Module):
         Args:
             x: input of the layer.
             ends: only for grouped experts: [E] the index after the last row of each expert in `x`.
-            output: the layer's output. If given, return the sum of it and the adapter's output, possibly in the memory
-                of `output`, so the caller must not use that again; while the adapter is disabled, return it unchanged.
+            output: the layer's output. If given, the adapter's output is added to it, possibly in place, so the caller
+                must use only the returned sum. While the adapter is disabled, `output` is returned.
         """
         if not self.enabled:
             return output
@@ -142,7 +143,7 @@ class Adapter(nn.Module):
         second: Tensor = self.lora_B
         group = self.group
         has_ranks = group.size() > 1 and (self.is_column or self.is_row)
-        if has_ranks and self.is_dispatched:  # every rank's gradient is a part of the sum
+        if has_ranks and self.is_dispatched:  # the backward pass sums the ranks' gradients of the replicated matrix
             if self.is_column:
                 first = copy_to_tensor_model_parallel_region(first, group=group)
             else:
@@ -198,22 +199,22 @@ class Adapter(nn.Module):
 
 
 class AddAdapter(torch.autograd.Function):
-    """y + scale * B (A x), written over y. One function, because the many small operations of an adapter cost more time
-    on the host than on the GPU."""
+    """Add scale * B (A x) to a layer's output y in place. This is one autograd function, because the many small
+    operations of an adapter cost more time on the host than on the GPU."""
 
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, x: Tensor, first: Tensor, second: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """Return `output` (y, [..., out]), changed in place. x is [..., in], `first` A [parts * r, in], `second`
-        B [out, r]; `mask` as in `_spread`."""
+        """Return `output` (y, [..., out]), to which the product was added in place. x is [..., in], `first` is A
+        [parts * r, in], `second` is B [out, r]; `mask` as in `_spread`."""
         rows = x.reshape(-1, x.shape[-1])
         low_rank = rows @ first.t()
         spread = _spread(second, mask)
         output.view(-1, output.shape[-1]).addmm_(low_rank, spread.t(), alpha=scale)
         ctx.save_for_backward(x, low_rank, first, spread, mask)
         ctx.scale = scale
-        return output.detach()  # not `output` itself: autograd refuses changes of what another function returned
+        return output.detach()  # autograd does not accept `output` itself, which another function has returned
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,9 +232,9 @@ class AddAdapter(torch.autograd.Function):
 
 
 def _spread(second: Tensor, mask: Tensor | None) -> Tensor:
-    """Return B widened to match the stacked A matrices of joined layers: each row of B at the columns of its own layer,
-    zeros elsewhere. [..., out, r] -> [..., out, parts * r]. `mask` [out, parts] is 1 where a row belongs to a layer
-    (part); None: the layer is not joined."""
+    """Return B widened to match the stacked A matrices of the Hugging Face layers that Megatron joins: each row of B is
+    at the columns of its own layer, with zeros elsewhere. [..., out, r] -> [..., out, parts * r]. `mask` [out, parts]
+    is 1 where a row belongs to a layer; None: only one layer."""
     return second if mask is None else (second[..., None, :] * mask[:, :, None]).flatten(-2)
 
 
@@ -283,7 +284,7 @@ def _connect_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor |
 
 
 def reset_adapters(chunks: list[PolicyModel], seed: int) -> None:
-    """Initialize all adapters, so that the policy computes the same as its base model."""
+    """Initialize all adapters. Their output is then zero: the policy computes the same as its base model."""
     for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
         adapter.reset(seed)
 
@@ -306,7 +307,7 @@ Offset = tuple[int, int, int]  # axis, index of the shard, number of shards
 
 def adapter_state(chunks: list[PolicyModel]) -> dict[str, Any]:
     """Return Megatron's sharded state dict of this rank's adapters: name of a parameter -> its ShardedTensor or, for
-    the rows of gate and up projections, a factory of two."""
+    the rows of gate and up projections, a factory of two ShardedTensors."""
     return {
         f"{adapter.names[0]}.{kind}": _sharded(chunk, adapter.names[0], kind, param)
         for chunk in chunks
@@ -324,7 +325,8 @@ def load_adapter_state(chunks: list[PolicyModel], loaded: dict[str, Tensor]) -> 
 
 
 def _sharded(chunk: PolicyModel, layer: str, kind: str, param: Any) -> ShardedTensor | ShardedTensorFactory:
-    """Return a parameter of an adapter with its position in the full tensor."""
+    """Return an adapter's parameter with its position in the full tensor, as a checkpoint stores it. `layer`: global
+    name of the layer; `kind`: "lora_A" or "lora_B"."""
     is_expert, axis = is_routed_expert_parameter(f"{layer}.weight"), sharded_axis(param)
     group = sharding_group(f"{layer}.weight")
     name, expert = stored_matrix(layer, kind)

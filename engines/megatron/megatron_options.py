@@ -1,11 +1,11 @@
 """The options of Megatron-core that have an effect here: `[train.megatron]` in a file, its flags on the command line.
-All others are fixed by the checkpoint, by Penstock's own options or by its kernels. Does not import megatron or torch.
+All other options of Megatron are fixed by the checkpoint, by Penstock's own options or by its kernels. Does not import
+megatron or torch.
 
 A field is None if it is not given: `transformer_config.py` and `optimizer.py` have the defaults. The mutability
 "placement" means that an option only moves, delays or recomputes data and changes no bit of a result, so a resumed run
-may change it. Evidence: tests/engines/test_megatron_optimizer.py and gather_ranks.py; offloaded optimizer states are
-updated on the GPU by the ordinary kernel (`optimizer.OptimizerOffload`). `overlap_grad_reduce` and `bucket_size` can
-change the order in which gradients are summed over more than two ranks.
+may change it (tested by tests/engines/test_megatron_optimizer.py and gather_ranks.py). `overlap_grad_reduce` and
+`bucket_size` do not have it, because they can change the order in which gradients are summed over more than two ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import model_serializer
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
-# The value of --recompute-modules that changes results: gradients of a norm's input are summed in another order.
+# The value of --recompute-modules that changes results: it sums the gradients of a norm's input in another order.
 ROUNDING_MODULE = "layernorm"
 RecomputableModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -39,11 +39,11 @@ class MegatronOptions(StageConfig):
     recompute_granularity: Literal["full", "selective"] | None = option(None, mutability="placement")
     """Activation recomputation: full or selective."""
     recompute_method: Literal["uniform", "block"] | None = option(None, mutability="placement")
-    """With full recomputation: uniform or block."""
+    """With full recomputation: recompute all layers in blocks (uniform), or the first layers of a stage (block)."""
     recompute_num_layers: int | None = option(None, mutability="placement", ge=1)
-    """With full recomputation: layers per block."""
+    """With full recomputation: layers per block (uniform), or number of recomputed layers (block)."""
     recompute_modules: list[RecomputableModule] | None = option(None, mutability="placement")
-    """With selective recomputation: the modules."""
+    """With selective recomputation: the modules that are recomputed."""
     bias_activation_fusion: bool | None = option(None)
     """Fuse the activation of the MLP; on GPUs."""
     bias_dropout_fusion: bool | None = option(None)
@@ -79,12 +79,12 @@ class MegatronOptions(StageConfig):
 
     @property
     def rounding_modules(self) -> list[str] | None:
-        """Return the entries of --recompute-modules that change how sums are rounded. A resumed run must have the same
-        ones."""
+        """Return the entries of --recompute-modules that change how sums are rounded, or None. A resumed run must have
+        the same entries."""
         return [name for name in self.recompute_modules or () if name == ROUNDING_MODULE] or None
 
     def check(self) -> None:
-        """Check that the options which are given together have an effect. Raises OptionError."""
+        """Raise OptionError if an option has no effect together with the other options."""
         is_full, has_block = self.recompute_granularity == "full", (self.recompute_method, self.recompute_num_layers)
         for is_violated, message in (
             (

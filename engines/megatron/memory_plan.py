@@ -37,7 +37,8 @@ MOMENTS = 2 * FP32  # bytes per parameter
 # CUDA context, libraries, workspaces and fragmentation of the caching allocator. Three totals measured on an H100
 # exceed the estimate of the tensors by 5.2 to 5.6 GiB (tests/engines/test_memory_plan.py).
 RUNTIME = 5 * GIB
-# Parameter elements of a chunk of --optimizer-cpu-offload: 384 MiB of state. A larger parameter is a chunk of its own.
+# Number of parameter elements that --optimizer-cpu-offload updates at a time (384 MiB of optimizer state). A parameter
+# with more elements is updated alone.
 CHUNK_NUMEL = 2**25
 MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed together by `--recompute-modules moe`
 
@@ -51,8 +52,8 @@ class TrainerOptions:
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
     fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
-    num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
-    lora: LoraOptions | None = None  # adapters; the model's own weights then have no gradients and optimizer state
+    num_frozen: int = 0  # number of reference and teacher models, whose weights are in host memory
+    lora: LoraOptions | None = None  # with adapters, the model's own weights have no gradients and optimizer state
     megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
 
 
@@ -115,7 +116,7 @@ def estimate_stage_memory(
     state_size = (FP32 if options.dtype != "fp32" else 0) + MOMENTS
     replicas = num_ranks // (layout.tensor * layout.pipeline)
     expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
-    # parameters of each model's optimizer
+    # For each model the number of parameters whose optimizer state this rank has.
     shards = [model.dense / replicas + model.expert / expert_replicas for model in trained]
     state = state_size * sum(shards)
     # models are updated one after another, and each frees the copies of its gradients
@@ -145,7 +146,8 @@ def estimate_stage_memory(
 def count_adapter_parameters(
     shape: ModelShape, layers: Sequence[int], options: LoraOptions, expert: int
 ) -> RankParameters:
-    """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks."""
+    """Return how many adapter parameters a rank has in these layers, as if no adapter were sharded over tensor-parallel
+    ranks. `expert`: expert-parallel size."""
     counts, hf_shapes = {True: 0, False: 0}, tensor_layout(shape).hf_shapes
     for name, target in adapter_targets(shape, options.lora_target_modules).items():
         if int(name.split(".")[2]) in layers:
@@ -157,9 +159,9 @@ def count_adapter_parameters(
 def count_stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
 ) -> RankParameters:
-    """Return the number of parameters of a rank of a pipeline stage with these layers. The first stage has the
-    embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and on
-    different stages. A critic has a value head of one row instead of the LM head."""
+    """Return how many parameters a rank of the pipeline stage `stage` has, whose layers are `layers`. The first stage
+    has the embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and
+    on different stages. A critic has a value head of one row instead of the LM head."""
     first, last = stage == 0, stage == layout.pipeline - 1
     outer = {EMBEDDING} if first else set()
     if last:
@@ -197,8 +199,8 @@ def activation_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of the activations of all micro-batches in flight, and of the largest temporary tensors.
 
-    The first of p stages keeps the activations of p micro-batches (1F1B), later stages those of fewer. With m virtual
-    chunks per stage it keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
+    The first of p stages keeps the activations of p micro-batches (1F1B), later stages keep fewer. With m virtual
+    chunks per stage the first stage keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
     """
     size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
     stored, temporary = (tokens * x for x in layer_activations(shape, layers, layout, size, options.megatron))
@@ -208,9 +210,10 @@ def activation_bytes(
         vocabulary = -(-shape.vocab_size // layout.tensor)
         chunk = min(tokens, options.log_probs_chunk_size)
         logits = (FP32 if options.fp32_head else size) * vocabulary * chunk
-        temporary = max(temporary, 2 * logits + size * vocabulary * shape.hidden_size)  # logits, gradients, head's
+        # Logits and their gradient, and the gradient of the head's weight.
+        temporary = max(temporary, 2 * logits + size * vocabulary * shape.hidden_size)
         residual = size * shape.hidden_size * tokens
-        # the head's input, and input and output of the final norm
+        # The input of the head, and the input and output of the final norm.
         stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)
     return stored, temporary
 
@@ -258,7 +261,7 @@ def activation_bytes_by_module(
     if latent := shape.latent:
         width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
         low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
-        padded = padding + (width if padding else 0)  # values, and the output before it is cut
+        padded = padding + (width if padding else 0)  # padding of the values, and the output with its padding
         if layout.context > 1:
             exchanged = 2 * (width + latent.v_head_dim)  # queries, keys, values and output
         parts["attention"] = size * (low_rank / sequence + heads * latent.v_head_dim)

@@ -95,7 +95,7 @@ def build_optimizer(
     """Return Megatron's distributed optimizer with AdamW, with zero moments and step counts. `options` has the values
     of the options in `ADAM` and `SCHEDULE`. With the Megatron option `optimizer_cpu_offload` the moments and main
     parameters are offloaded: all of them, or the fraction `optimizer_offload_fraction`."""
-    overrides = dict(overrides)  # without the options for offloading, which would enable Megatron's own
+    overrides = dict(overrides)  # without the two offload options, which would enable Megatron's own offloading
     fraction = overrides.pop("optimizer_offload_fraction", 1.0)
     fraction = fraction if overrides.pop("optimizer_cpu_offload", False) else 0.0
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
@@ -109,7 +109,7 @@ def build_optimizer(
     optimizer.chained_optimizers = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
     for chained in optimizer.chained_optimizers:
         for group in chained.optimizer.param_groups:
-            group["fused"] = True  # a single kernel, without temporary tensors as large as the model
+            group["fused"] = True  # AdamW in a single kernel, without temporary tensors as large as the model
         if fraction:
             OptimizerOffload(chained, fraction)
     zero_adam_state(optimizer)
@@ -227,7 +227,7 @@ def set_scheduler_to_step(scheduler: OptimizerParamScheduler, num_steps: int) ->
 
 
 class ParamGather:
-    """Starts the parameter all-gathers of a model and waits for them; a no-op without `overlap_param_gather`."""
+    """Start the parameter all-gathers of a model, and wait for them; does nothing without `overlap_param_gather`."""
 
     def __init__(self, wrapped: list[DistributedDataParallel]) -> None:
         chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
@@ -260,7 +260,7 @@ def _finish_all_gathers(buckets: Iterable[Any]) -> None:
 
 
 class OptimizerOffload:
-    """Keeps moments and main parameters of an optimizer in host memory. The main parameters of an fp32 model are views
+    """Keep moments and main parameters of an optimizer in host memory. The main parameters of an fp32 model are views
     of its weights and stay on the device.
 
     Args:
@@ -316,7 +316,7 @@ class OptimizerOffload:
                 else:
                     self._upload(chunk)
                 if self._upload_stream is not None:
-                    torch.cuda.current_stream().wait_stream(self._upload_stream)  # this chunk is on the device
+                    torch.cuda.current_stream().wait_stream(self._upload_stream)  # until this chunk is on the device
                 if index + 1 < len(chunks):
                     self._upload(chunks[index + 1][1])
                 self.inner.param_groups = [group | {"params": chunk}]
@@ -379,8 +379,8 @@ class OptimizerOffload:
             self.inner.state[param] |= moments
 
     def read_state(self, model_param: Tensor) -> dict[str, Tensor]:
-        """Return main parameter ("param"), moments and step count of a model parameter: the tensors themselves, in host
-        memory if they are offloaded."""
+        """Return main parameter ("param"), moments and step count of a model parameter, by name. These are the tensors
+        themselves, no copies; offloaded ones are in host memory."""
         state: dict[str, Tensor] = self._read_state(model_param)
         return state | {"param": self.main_params.get(state["param"], state["param"])}
 
@@ -393,7 +393,8 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        """Copy the main parameters on the device to the weights; `step` has already copied the offloaded ones."""
+        """Copy the main parameters that are on the device to the weights; `step` has copied the offloaded main
+        parameters."""
         for main, weight in self._weights.items():
             if main not in self.main_params:
                 weight.copy_(main)

@@ -55,7 +55,7 @@ class PackedStream:
 
     @property
     def pack_slice(self) -> slice:
-        """Return which tokens of the micro-batch are this rank's."""
+        """Return the slice of the micro-batch's tokens that this rank processes."""
         return slice(self.first_token, self.first_token + self.num_tokens)
 
     def router_rows(self, rank: int, ranks: int) -> Tensor:
@@ -87,9 +87,9 @@ def pack_stream(
     context_rank: int = 0,
     kernel: AttentionKernel = "padded",
 ) -> PackedStream:
-    """Return the tokens of a packed micro-batch that this rank processes: padded to a multiple of `tensor` (the
-    sequence-parallel size) * `context` tokens, with one additional sequence, and split over the `context` ranks. The
-    micro-batch is the same on every tensor- and context-parallel rank."""
+    """Return the tokens of a packed micro-batch that this rank processes. An additional sequence pads the micro-batch
+    to a multiple of `tensor` (the sequence-parallel size) * `context` tokens, which are split over the `context` ranks.
+    The micro-batch is the same on every tensor- and context-parallel rank."""
     total = len(packed.token_ids)
     padding = -total % (tensor * context)
     size = (total + padding) // context  # number of tokens of each rank
@@ -112,9 +112,9 @@ def pack_stream(
 
 
 def make_buckets(starts: list[int], device: torch.device) -> list[Bucket]:
-    """Group the sequences of a micro-batch by length (`round_up_to_bucket_length`), so that padding each group is
-    cheap: 256 sequences of about 10 tokens become one bucket, one attention call per layer instead of 256. `starts` has
-    the index of each sequence's first token and, last, the number of tokens."""
+    """Group the sequences of a micro-batch by length (`round_up_to_bucket_length`). Each bucket needs little padding
+    and one attention call per layer; 256 sequences of about 10 tokens become one bucket. `starts` has the index of each
+    sequence's first token and, last, the number of tokens."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(starts):
         if end > start:
@@ -142,13 +142,14 @@ def round_up_to_bucket_length(length: int) -> int:
 
 @dataclass
 class StreamRouting:
-    """The recorded expert ids of the T tokens of one micro-batch, for the routers of this rank, which may process only
-    a part of the tokens, and padding. Layers may be missing; the ids of a token may be UNKNOWN."""
+    """The recorded expert ids of the T tokens of one micro-batch, for the routers of this rank. These routers may
+    process only a part of the tokens, and padding. The ids of a layer may be missing, those of a token UNKNOWN."""
 
     # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
     choices: dict[int, Tensor]
     num_tokens: int  # T
-    rows: Tensor | None  # [n] index in the micro-batch of each router row, on the CPU; -1: padding; None: all tokens
+    # [n] index in the micro-batch of each token that a router processes, on the CPU; -1: padding. None: all tokens
+    rows: Tensor | None
     recording: bool  # whether `replay` also adds the expert ids that it returns to `choices`
 
     def replay(self, layer: int, selected: Tensor) -> Tensor:

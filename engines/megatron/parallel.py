@@ -57,8 +57,8 @@ def init_parallel(
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "gloo" and (layout.expert_tensor or 0) > layout.tensor:
         raise LayoutError(
-            f"--expert-tensor-parallel-size {layout.expert_tensor} is above --tensor-model-parallel-size "
-            f"{layout.tensor}, which needs GPUs, because gloo cannot gather shards of unequal length: reduce the "
+            f"--expert-tensor-parallel-size {layout.expert_tensor} above --tensor-model-parallel-size {layout.tensor} "
+            "needs GPUs, because gloo, which is used on a CPU, cannot gather shards of unequal length: reduce the "
             "expert tensor-parallel size"
         )
     if isinstance(rendezvous, socket.socket):

@@ -3,9 +3,9 @@
 `l2_norm` and `scale` process the gradients of all parameters in one launch. Without them Megatron processes tensor by
 tensor, and waits for the GPU at every norm. The arguments are those of apex's functions.
 
-The `wgrad_gemm_*` functions, named as in apex's extension `fused_weight_gradient_mlp_cuda`, add weight gradients of
-linear layers to the gradient buffer in the matrix product itself (`gradient_accumulation_fusion`). Without
-them a bf16 gradient is written, read again and added to the fp32 buffer.
+`add_weight_gradient` replaces two functions of apex's extension `fused_weight_gradient_mlp_cuda`. It adds the weight
+gradient of a linear layer to the gradient buffer in the matrix product itself (`gradient_accumulation_fusion`). Without
+it a bf16 gradient is written, read again and added to the fp32 buffer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def patch_module(module: ModuleType) -> None:
         # Megatron treats the default fp8=False as enabled fp8, so recomputing norms raises a NameError.
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     elif name == "optimizer.distrib_optimizer":
-        # Loading raises a KeyError: torch's AdamW has `step` in every parameter's state, but a checkpoint does not.
+        # Unpatched, loading raises a KeyError: torch's AdamW has `step` in every parameter's state, a checkpoint does
+        # not.
         optimizer: Any = module.DistributedOptimizer
         load_state = optimizer._set_main_param_and_optimizer_states
 
@@ -54,12 +55,12 @@ def patch_module(module: ModuleType) -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Return whether TransformerEngine is installed. Megatron then clips gradients with its functions."""
+    """Return whether TransformerEngine is installed. If it is, Megatron uses its functions to clip gradients."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
-    """Replace functions of a module by faster ones."""
+    """Replace functions of a module of `megatron.core` by faster ones. `names`: the module's namespace."""
     if module == "fusions.fused_bias_swiglu":
         names |= {
             "swiglu": triton_kernels.swiglu,
@@ -69,7 +70,7 @@ def _replace_kernels(module: str, names: dict[str, Any]) -> None:
         }
     elif module == "tensor_parallel.layers":
         names["fused_weight_gradient_mlp_cuda"] = SimpleNamespace(
-            wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16=wgrad_gemm_accum_fp16
+            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
         )
         names["_grad_accum_fusion_available"] = True
     elif module == "optimizer.clip_grads" and not has_transformer_engine():
@@ -90,20 +91,15 @@ def scale(chunk_size: int, flag: Tensor, tensors: Sequence[Sequence[Tensor]], fa
     torch._foreach_mul_(targets, factor)
 
 
-def wgrad_gemm_accum_fp32(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add grad_output^T @ tokens to `main_grad`, without rounding the product to bf16.
+def add_weight_gradient(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Add grad_output^T @ tokens to `main_grad`, without rounding the product to the dtype of `tokens`.
 
     Args:
         tokens: [t, in] input of the layer.
         grad_output: [t, out] gradient of its output.
-        main_grad: [out, in] gradient buffer of its weight, fp32.
+        main_grad: [out, in] gradient buffer of its weight, fp32 or of the dtype of `tokens`.
     """
     if tokens.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), tokens)
     else:
         torch.ops.aten.addmm.dtype_out(main_grad, grad_output.t(), tokens, main_grad.dtype, out=main_grad)
-
-
-def wgrad_gemm_accum_fp16(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add grad_output^T @ tokens to `main_grad`, which has the same dtype; shapes as in `wgrad_gemm_accum_fp32`."""
-    main_grad.addmm_(grad_output.t(), tokens)

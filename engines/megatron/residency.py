@@ -25,7 +25,7 @@ BUFFER_BYTES = 2**28  # size of a host buffer: torch rounds pinned allocations u
 
 
 class DeviceMemory:
-    """Offloads and reloads the state of one model. Call the methods while no operation on the state is pending on
+    """Offload and reload the state of one model. Call the methods only while no operation on the state is pending on
     another stream, for instance a parameter all-gather."""
 
     def __init__(self, name: str, wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -104,7 +104,7 @@ class DeviceMemory:
             del self._offloaded[kind]
 
     def _storages(self, kind: StateKind) -> list[UntypedStorage]:
-        """Return the storages of a kind of state, each once. Empty storages are left out, and for the optimizer also
+        """Return the storages of a kind of state, each once, without empty storages and, for the optimizer, without
         storages that hold model weights."""
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._buffers}
         if kind == "weights":
@@ -116,7 +116,8 @@ class DeviceMemory:
                 tensor
                 for inner in inner_optimizers(self._optimizer)
                 for tensor in optimizer_tensors_on_device(inner)
-                if tensor.untyped_storage().data_ptr() not in weights  # fp32 models train views of the weights
+                # The optimizer of an fp32 model trains views of the weights themselves.
+                if tensor.untyped_storage().data_ptr() not in weights
             ]
         storages = [tensor.untyped_storage() for tensor in tensors]
         return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())

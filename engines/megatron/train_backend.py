@@ -2,8 +2,9 @@
 (--freeze-params-name-list, --only-train-params-name-list). The driver imports this module, so torch is imported in
 methods.
 
-A pattern is a regular expression that is searched in the two names of a parameter in Megatron-core: in its local
-layers, which Penstock uses, and in TransformerEngine's layers. Layers and experts are numbered over the whole model.
+A pattern is a regular expression that is searched in both names that a parameter has in Megatron-core: the name in its
+local layers, which Penstock uses, and the name in TransformerEngine's layers. Layers and experts are numbered over the
+whole model.
 """
 
 from __future__ import annotations
@@ -50,12 +51,10 @@ class MegatronBackend(TrainBackend):
         defaults = {
             # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must have the same setting
             "NCCL_CUMEM_ENABLE": "0",
-            # several threads pin the host memory for offloaded state: 10.7 GB in 1.5 s instead of 3.3 s (H200)
+            # Several threads pin the host memory for offloaded state: 10.7 GB in 1.5 s instead of 3.3 s (H200).
             "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
         }
-        if (
-            layout.tensor > 1
-        ):  # kernels start in the order of their launches, so communication overlaps with computation
+        if layout.tensor > 1:  # kernels then start in the order of their launches, and communication overlaps with them
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         given = {name: os.environ[name] for name in USER_VARIABLES if name in os.environ}
         if "PYTORCH_CUDA_ALLOC_CONF" in given:  # the older name
@@ -151,8 +150,8 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
 
 
 def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) -> None:
-    """Check that with these frozen parameters every pipeline stage still has trained parameters of the same kinds
-    (experts, others), so that all stages have the same optimizers. Raises OptionError."""
+    """Raise OptionError if the pipeline stages would have different optimizers, because with these frozen parameters
+    some stages have trained parameters of a kind (of experts, others) that other stages do not have."""
     if num_stages == 1 or not frozen:
         return
     names = [name for name in tensor_layout(shape).megatron_names() if not name.endswith("router.expert_bias")]

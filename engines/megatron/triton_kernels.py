@@ -1,15 +1,15 @@
 """Triton kernels, imported on GPUs only; torch installs Triton.
 
-For RMSNorm, RoPE, or RoPE of normalized heads, forward and backward: each pass reads and writes the tokens once.
+The first kernels compute RMSNorm, RoPE, or both, forward and backward; each pass reads and writes the tokens once.
 torch's RMSNorm and a compiled RoPE take 2 to 5 times as long (H200, heads of 128; `benchmarks/gpu/step.py
 --profile`). `RMSNorm` and `apply_rope_unfused` of `model/norm_and_rope.py` are the same functions in torch. Results
 do not depend on the GPU's number of processors, and repeat bit for bit.
 
-For SwiGLU, silu(gate) * up, and its gradient: Megatron compiles both with torch. Its gradient computes both halves of
-the result for every element and takes twice as long as reading and writing its bytes (H200; `benchmarks/gpu/step.py
---profile`); calling its compiled forward pass takes the host twice as long as launching a kernel (H100). The functions
-here have the names and arguments of those in `megatron.core.fusions.fused_bias_swiglu` that they replace
-(`patches.py`).
+The other kernels compute SwiGLU, silu(gate) * up, and its gradient. Megatron compiles both with torch. Its gradient
+computes both halves of the result for every element and takes twice as long as reading and writing its bytes (H200;
+`benchmarks/gpu/step.py --profile`); calling its compiled forward pass takes the host twice as long as launching a
+kernel (H100). The functions here replace functions of `megatron.core.fusions.fused_bias_swiglu` (`patches.py`), and
+have the names and arguments of these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 2048  # number of elements of x that a program processes at a time
-PARTIAL_SUMS = 2**21  # elements: every program of the backward pass has its own sum of the weight's gradient
+PARTIAL_SUMS = 2**21  # maximum elements of the partial sums of a weight's gradient, of all backward programs together
 
 
 def normalize_and_rotate(
@@ -103,15 +103,15 @@ def _tile(x: Tensor, interleaved: bool) -> tuple[tuple[int, int, int, bool], int
 
 @triton.jit
 def _lanes(HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the two dimensions of each pair of RoPE. [BLOCK]"""
+    """Return the indices of the first and of the second dimension of each RoPE pair. [BLOCK] each"""
     lane = tl.arange(0, BLOCK)
     return (2 * lane, 2 * lane + 1) if INTERLEAVED else (lane, lane + HALF)
 
 
 @triton.jit
 def forward_kernel(out, x, weight, cos_sin, sizes, eps, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Process a tile of rows, as the first and second dimensions of `HALF` pairs each. Without RoPE the pairs have no
-    meaning."""
+    """Normalize and rotate the rows (heads) of one tile. The dimensions of a row are processed as `HALF` pairs, also
+    without RoPE, where the pairs have no meaning."""
     HALF: tl.constexpr = TILE[0]
     BLOCK: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]
@@ -146,7 +146,7 @@ def forward_kernel(out, x, weight, cos_sin, sizes, eps, TILE: tl.constexpr):  # 
 
 @triton.jit
 def backward_kernel(out, grad, inputs, cos_sin, sizes, eps, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Process `tiles_per_program` tiles; sum the weight's gradient over them.
+    """Compute the gradient of x in `tiles_per_program` tiles, and the sum of the weight's gradient over these tiles.
 
     With n = x / rms(x) and h = grad * weight, the gradient of x is (h - n * mean(h * n)) / rms(x).
     """
@@ -232,7 +232,7 @@ def weighted_swiglu_back(grad: Tensor, gate_up: Tensor, weights: Tensor | None) 
 
 @triton.jit
 def swiglu_kernel(out, gate_up, weights, ffn, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one row."""
+    """Compute SwiGLU for one row of tokens; the arguments are those of `swiglu`."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     for start in range(0, ffn, BLOCK):
@@ -248,7 +248,7 @@ def swiglu_kernel(out, gate_up, weights, ffn, BLOCK: tl.constexpr):  # type: ign
 
 @triton.jit
 def swiglu_back_kernel(out, weight_grads, grad, gate_up, weights, ffn, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one row; sum the gradient of its weight over the row."""
+    """Compute the gradient of SwiGLU for one row; the arguments are those of `weighted_swiglu_back`."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     weight_grad = tl.zeros([BLOCK], tl.float32)

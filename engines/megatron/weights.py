@@ -58,8 +58,8 @@ def base_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
-    """Exclude the parameters with these global names (of the experts of a layer, all or none) from training: they get
-    no gradient, no optimizer state, and keep their bits. Call this before the chunks are wrapped in
+    """Exclude the parameters with these global names from training: they get no gradient and no optimizer state, and
+    keep their bits. The experts of a layer must be frozen together. Call this before the chunks are wrapped in
     DistributedDataParallel."""
     for chunk in chunks if frozen else ():
         for name, param in chunk.named_parameters():
@@ -71,8 +71,8 @@ def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> Non
 
 
 def require_activation_gradients(chunk: PolicyModel) -> None:
-    """Make the embeddings' output require gradients, although no parameter below it does: recomputation and pipeline
-    stages need it."""
+    """Make the embedding's output require gradients even if the embedding is frozen, because recomputation and pipeline
+    parallelism need activations that require gradients."""
 
     def require_grad(module: Any, inputs: Any, output: Tensor) -> None:
         if torch.is_grad_enabled() and not output.requires_grad:
@@ -117,8 +117,9 @@ def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Ten
 
 
 def _tensors_of_stages(chunk: PolicyModel, local: dict[str, Tensor]) -> dict[GlobalTensor, str | None]:
-    """Return the tensors of all pipeline ranks in their chunks with the same index as `chunk`, each with its local name
-    if this rank has a shard of it, else with None. A collective. `local` maps local names to this rank's shards."""
+    """Return the tensors that the pipeline ranks have in their chunks with the index of `chunk`. Each is mapped to its
+    local name if this rank has a shard of it, else to None. `local` maps local names to this rank's shards. A
+    collective: every pipeline rank must call it."""
     group = parallel_state.get_pipeline_model_parallel_group()
     own: dict[GlobalTensor, str] = {}
     for name, shard in local.items():
@@ -136,8 +137,8 @@ def _tensors_of_stages(chunk: PolicyModel, local: dict[str, Tensor]) -> dict[Glo
 def _gather_tensors(
     chunk: PolicyModel, local: dict[str, Tensor], tensors: dict[GlobalTensor, str | None], adapters: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, full tensor) of `tensors` (from `_tensors_of_stages`); an adapter in `adapters`, by the local
-    name of its layer's weight, is merged into it."""
+    """Yield (global name, full tensor) of `tensors` (from `_tensors_of_stages`). `adapters` maps the local name of a
+    weight to the adapter that is merged into it."""
     group, device = parallel_state.get_pipeline_model_parallel_group(), next(chunk.parameters()).device
     for entry, name in tensors.items():
         if name is None:
@@ -269,7 +270,7 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
         tensor.copy_(other_tensor, non_blocking=True)
         other_tensor.copy_(current, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # once, not after every copy
+        torch.cuda.synchronize()  # waits once for all copies
 
 
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 A driver loads the adapter of each policy version of its run under a separate name, `<run>/<version>@<owner>-<driver>`:
 
     owner    identifies the run among runs of the same name in other stores, which may share the engines
-    driver   random, so that a driver never uses an adapter that another one has loaded: it sends the adapter again
+    driver   random: a driver never uses an adapter that another driver has loaded, but sends the adapter again
 
 Requests name the adapter, so engines need no pause at an update: a request keeps the adapter that it started with, and
 later requests use the next one. Adapters that no request of this process uses are unloaded.
@@ -44,7 +44,7 @@ def version_of(name: str) -> str:
 
 def other_adapters(name: str, loaded: Iterable[str]) -> list[str]:
     """Return the adapters in `loaded` that belong to the same run as `name`, except `name` itself and later versions
-    that the same driver has loaded, because it is about to use them."""
+    that the same driver has loaded and is about to use."""
 
     def parts(adapter: str) -> tuple[str, str, str, int]:
         version, _, suffix = adapter.rpartition("@")
@@ -77,7 +77,8 @@ def adapter_of(url: str) -> str | None:
 
 @contextmanager
 def requesting(url: str) -> Iterator[str | None]:
-    """Yield the adapter of a request to the engine at `url`, or None; inside the block it counts as used."""
+    """Yield the adapter that a request to the engine at `url` must name (None: no adapter). The block is the request:
+    the adapter counts as in use inside it."""
     with _lock:
         name = _current.get(url)
         if name is not None:
@@ -93,5 +94,5 @@ def requesting(url: str) -> Iterator[str | None]:
 
 
 def is_requested(name: str) -> bool:
-    """Return whether a request of this process in flight uses the adapter."""
+    """Return whether a request in flight of this process uses the adapter."""
     return name in _num_requests

@@ -40,7 +40,8 @@ def auth_headers(url: str) -> dict[str, str]:
 
 
 def engine_url(address: str) -> str:
-    """Return the URL (scheme://host:port) of an engine given as host:port or as a URL."""
+    """Return the URL (scheme://host:port) of an engine whose address is host:port or a URL. Raises EngineError if the
+    address is invalid, or has credentials or a path."""
     url = address if "://" in address else f"http://{address}"
     if has_credentials(url):
         raise EngineError(

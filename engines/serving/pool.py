@@ -31,7 +31,7 @@ class EnginePool:
     """A pool of inference engines in Ray actors, or of external engines (host:port). Thread-safe.
 
     The constructor starts the engines without waiting; methods that need running engines wait until they have started.
-    Each engine has `spec.tensor_parallel` GPUs if the cluster has GPUs, from GPU `first_gpu` of the cluster on.
+    If the cluster has GPUs, the engines use consecutive ones, `spec.tensor_parallel` each, from number `first_gpu` on.
 
     Attributes:
         listener: called with the addresses of the live engines whenever these addresses change.
@@ -57,7 +57,7 @@ class EnginePool:
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
         self._split_off: list[Replica] = []  # replicas that `split` moved to another pool
-        self._serving: Supervisor | None = None  # of the `serving` block that a thread is in, if any
+        self._serving: Supervisor | None = None  # set while a thread is inside a block of `serving`
         owner = uuid.uuid4().hex
         kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes, spec.role)
         if external:
@@ -88,13 +88,13 @@ class EnginePool:
 
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
-        """Make all engines serve the weights of policy version `version`, and keep them serving it inside the block.
-        Yield a function that returns the addresses of the engines that currently serve it.
+        """Make all engines serve the weights of policy version `version`, also after restarts inside the block. Yield a
+        function that returns the addresses of the engines that currently serve this version.
 
         On entry dead engines are restarted, and the weights are sent to every engine that serves another version.
         Inside the block, engines that die or hang are restarted and get the same weights. Only one thread can be inside
-        such a block; a second caller waits. `publish` is called on entry from the caller's thread, and inside the block
-        from threads of the pool, one call at a time.
+        such a block; a second caller waits. `publish` sends the weights to engines. It is called on entry from the
+        caller's thread, and inside the block from threads of the pool, one call at a time.
 
         On entry and by the yielded function, ClusterLost is raised if the local Ray died, and RuntimeError with the
         tail of the log if an engine died after `health.max_restarts` restarts, or could not start.
@@ -110,8 +110,9 @@ class EnginePool:
                 self._serving = None
 
     def update_while_serving(self, version: str, publish: Publish) -> None:
-        """Send the weights of policy version `version` to the engines while another thread is inside `serving`; that
-        block keeps the engines at this version from now on. Requests in flight continue with the new weights."""
+        """Send the weights of policy version `version` to the engines while another thread is inside `serving`. Engines
+        that are restarted later in that block get this version, too. Requests in flight continue with the new
+        weights."""
         supervisor = self._serving
         if supervisor is None:
             raise RuntimeError("weights cannot be sent to engines in use: the stage that used them has failed or ended")
@@ -153,8 +154,9 @@ class EnginePool:
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
 
-        Waits for engines that are starting, because a start needs GPU memory, too. Does nothing inside a `serving`
-        block: there the trainer is restored only to send the weights to a restarted engine.
+        Waits for engines that are starting, because a start needs GPU memory, too. Does nothing while a thread is
+        inside `serving`: its engines generate, and the caller needs the trainer only to send weights to a restarted
+        engine.
         """
         if self._serving is not None:
             return
@@ -168,8 +170,8 @@ class EnginePool:
                 self._connect(urls).release_memory()
 
     def stop(self) -> None:
-        """Stop all engines, also those that are starting, except external ones and those that another driver has
-        adopted. Safe to call twice."""
+        """Stop all engines, also those that are still starting. External engines, and engines that another driver has
+        adopted, keep running. Safe to call twice."""
         for replica in self._replicas:
             replica.release()
         self._replicas = []

@@ -25,7 +25,7 @@ from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import ServerInfo, ServerSpec, read_log_tail
 from penstock.engines.weights.transfer import ProcessPlace
 
-POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks `cancelled`
+POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks whether it was cancelled
 CALL_TIMEOUT = 30.0  # seconds for a call to an idle actor
 NAME_TIMEOUT = 30.0  # seconds within which Ray frees the name of a killed actor
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Replica(ABC):
         self.spec = spec
         self.index = index  # position in the pool
         self.backend = backend
-        # Only methods that take an address are used.
+        # Only methods of the client that take an engine's address are called, so it needs no list of engines.
         self.client: EngineClient = backend.connect(lambda: [])
 
     @property
@@ -58,13 +58,13 @@ class Replica(ABC):
         """Start a new server without waiting until it is ready."""
 
     def finish_adoption(self) -> None:  # noqa: B027
-        """Finish the adoption of the server that an earlier driver started: start a new server instead if that one is
-        dead or was started with another `ServerSpec`. Does nothing if there is no server to adopt."""
+        """Wait until a server of an earlier driver is adopted, or start a new server if the earlier server is dead or
+        was started with another `ServerSpec`. Does nothing if there is no server to adopt."""
 
     @abstractmethod
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        """Wait until the server has started and return its address. The call after a failed start, which raises a
-        RuntimeError with the tail of the log, starts it again. Raises StartCancelled if `cancelled` returned True while
+        """Wait until the server has started and return its address. Raises RuntimeError with the tail of the log if the
+        start failed; the next call starts the server again. Raises StartCancelled if `cancelled` returned True while
         waiting; the server continues to start."""
 
     @abstractmethod
@@ -81,8 +81,8 @@ class Replica(ABC):
         return []
 
     def answers_requests(self) -> bool:
-        """Return whether the server runs and answers a request for its weight version. This does not detect a stuck
-        scheduler, unlike `generates_tokens`."""
+        """Return whether the server runs and answers a request for its weight version. A server that answers may still
+        be unable to generate: only `generates_tokens` detects a stuck scheduler."""
         if not self.alive():
             return False
         try:
@@ -145,7 +145,7 @@ class RayReplica(Replica):
         self._place = place
         self._slots: Sequence[Slot] = []
         self._log = ""
-        self._starts: list[Any] = []  # object reference of each actor's `start` or `adopt` call, until all are read
+        self._starts: list[Any] = []  # object references of the actors' `start` or `adopt` calls, until all have ended
         self._deadline = 0.0
         self._lost: NodeLost | None = None  # set while the start waits for a node that died
         names = [actor_name(index, rank, spec.role) for rank in range(spec.num_nodes)]
@@ -212,7 +212,7 @@ class RayReplica(Replica):
         return [(slot.node, gpu) for slot in self._slots for gpu in slot.gpu_ids]
 
     def finish_adoption(self) -> None:
-        # After 10 s the server is still starting under the earlier driver's spec: `url` waits for it.
+        # Without a result after 10 s, the earlier driver's server is still starting: `wait_for_url` waits for it.
         deadline = time.monotonic() + 10
         while self.adopted and self.known_url is None and self._starts and time.monotonic() < deadline:
             self._read_start_results()
@@ -286,8 +286,8 @@ class RayReplica(Replica):
 
     def _read_start_results(self) -> None:
         """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read the results of finished calls.
-        When all have finished, store the server's address. If the server could not be adopted, or Ray has moved its
-        GPUs to another node since, start a new one."""
+        When all have finished, store the server's address. Start a new server if the earlier one could not be adopted,
+        or if Ray has moved the GPUs to another node."""
         waiting, finished, timeout = list(self._starts), list[Any](), POLL_SECONDS
         while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
             finished += done[0]
@@ -298,7 +298,7 @@ class RayReplica(Replica):
             if None not in urls and len(urls) < len(self._starts):
                 return
             url = urls[0]
-            # Ray may have run an actor on a node other than that of its slot; the slot's GPU ids are then wrong.
+            # Ray may have run an actor on a node other than the planned one; the planned GPU ids are then wrong.
             servers = self._server_infos()
             at_slots = all(slot.node in ("", info.node) for slot, info in zip(self._slots, servers, strict=True))
             if url is not None and None not in urls and at_slots:
@@ -336,9 +336,9 @@ def actor_name(index: int, node_rank: int = 0, role: str = "engine") -> str:
 
 
 def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role: str = "engine") -> None:
-    """Kill the detached actors on an external Ray cluster that remain from an earlier driver of this run with more
-    engines or nodes: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every
-    engine. Only actors with this `ServerSpec.role` are killed."""
+    """Kill the detached actors that remain on an external Ray cluster from an earlier driver of this run with more
+    engines or nodes: all actors of engines from number `index` on, and those of every engine with node rank `num_nodes`
+    or higher. Only actors of servers with this `ServerSpec.role` are killed."""
     for engine in count():
         first = num_nodes if engine < index else 0
         names = (actor_name(engine, rank, role) for rank in count(first))

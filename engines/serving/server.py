@@ -58,7 +58,7 @@ class ServerSpec(BaseModel):
     only in a private network: engines may unpickle request data, which can execute code. The server always has an API
     key."""
     network_interface: str | None = None
-    """With `several_nodes`: network interface whose address the servers use; by default that of Ray's node address."""
+    """With `several_nodes`: network interface whose address the servers use; None: the node's address in Ray."""
     num_nodes: int = 1
     """Number of nodes of one engine; one server process runs on each."""
     port: int = 0
@@ -113,8 +113,8 @@ class EngineServer(ABC):
     name: ClassVar[str]  # name of the engine in messages; prefix of the log's file name
     highest_port: ClassVar[int] = HIGHEST
     derived_ports: ClassVar[Sequence[int]] = ()  # offsets (port + offset) of further ports that the server binds
-    not_inherited: ClassVar[re.Pattern[str]] = re.compile("")  # environment variables that the server must not get
-    bind_error: ClassVar[str] = ""  # pattern of the log line about a `{port}` that the server could not bind
+    not_inherited: ClassVar[re.Pattern[str]] = re.compile("")  # names of environment variables the server must not get
+    bind_error: ClassVar[str] = ""  # regular expression of the log line that says that `{port}` could not be bound
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class EngineServer(ABC):
     ) -> None:
         self.spec = spec
         self.node_rank = node_rank
-        self.rendezvous = ""  # host:port at which the processes of the engine meet; "" if it has only one
+        self.rendezvous = ""  # host:port at which the processes of the engine meet; "" for an engine of one process
         self._host = LOOPBACK
         self.index = index
         self.gpu_ids = gpu_ids
@@ -203,15 +203,15 @@ class EngineServer(ABC):
         return ServerInfo(ray.get_runtime_context().get_node_id(), pid, self.key, str(self._log or ""))
 
     def alive(self, owner: str | None = None) -> bool:
-        """Return whether the server's main process is running. (It must exit when one of its child processes dies.)
+        """Return whether the server's main process is running; an engine must make it exit when a child process dies.
         Raises RuntimeError if `owner` is given, but another driver of the run has taken over the server."""
         if owner is not None and owner != self.owner:
             raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")
         return self._process is not None and self._process.poll() is None
 
     def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
-        """Download the files that `commit` lists (it need not be in the store) to this machine and return their
-        directory; `remove_download` deletes it."""
+        """Download the files that `commit` lists from a store to this machine, and return their directory, which
+        `remove_download` deletes. The commit record itself need not be in the store."""
         self.remove_download()  # files of an update whose trainer died
         return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
 
@@ -252,7 +252,7 @@ class EngineServer(ABC):
         if spec.port and self.node_rank == 0:
             self._port = spec.port + self.index
             deadline = time.monotonic() + PORT_TIMEOUT
-            while not is_free(self._port, self._host):  # a killed server of this engine may still be ending
+            while not is_free(self._port, self._host):  # an earlier server of this engine may not have ended yet
                 if time.monotonic() > deadline:
                     raise self._port_error()
                 time.sleep(0.1)
@@ -270,7 +270,7 @@ class EngineServer(ABC):
         if self.rendezvous or spec.several_nodes:
             host = node_address(spec.network_interface) if spec.several_nodes else LOOPBACK
             if interface := interface_of(host):
-                env["GLOO_SOCKET_IFNAME"] = interface  # by default gloo uses the interface of the host's name
+                env["GLOO_SOCKET_IFNAME"] = interface  # by default the interface to which the host's name resolves
             env |= self.node_variables(host) | socket_environment(spec.network_interface)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
         if spec.python:

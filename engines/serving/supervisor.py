@@ -25,7 +25,8 @@ Listener = Callable[[list[str]], None]  # called with the addresses of the live 
 
 
 class Supervisor:
-    """Keeps engines serving one policy version. A context manager; call `restart_and_publish` before entering.
+    """Restart engines that die or hang, and send them the weights of one policy version. Call `restart_and_publish`
+    first; threads supervise the engines inside the `with` block.
 
     Args:
         publish: function that sends the weights to the engines at the given addresses, which then report `version`.
@@ -71,7 +72,7 @@ class Supervisor:
                 versions = {replica.wait_for_url(): _weight_version_or_error(replica) for replica in stale}
                 wrong = [f"{url} reports {version!r}" for url, version in versions.items() if version != self.version]
                 if not wrong:
-                    continue  # while the trainer was restored, the memory of up-to-date engines may have been released
+                    continue  # check all again: restoring the trainer may have released the memory of other engines
                 problem = f"after sending the weights of {self.version!r}, {', '.join(wrong)}"
             except ClusterLost:
                 raise
@@ -101,8 +102,8 @@ class Supervisor:
             self._stopped.set()
 
     def update(self, version: str, publish: Publish) -> None:
-        """Send the weights of `version` to the live engines while they generate. From now on restarted engines get
-        weights from `publish`, too. Raises ConnectionError if the update of a healthy engine failed; the caller may
+        """Send the weights of `version` to the live engines while they generate; engines that are restarted later get
+        this version, too. Raises ConnectionError if the update failed although all engines generate; the caller may
         retry."""
         with self._lock:
             self.version, self.publish = version, publish

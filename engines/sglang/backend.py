@@ -63,9 +63,10 @@ class SGLangServer(EngineServer):
     # Variables that make SGLang open further ports, replace its HTTP server or run other code, which the checks of its
     # flags would not see: those of its dumper and of its tests, and names that end with a kind of address.
     not_inherited = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
-    # The process keeps running then, because one of its threads waits for the HTTP server.
+    # Searched in the log, because a server that cannot bind its port does not exit: a thread waits for its HTTP server.
     bind_error = r"bind on address \('[^']*', {port}\b.*in use"
-    # Offset 10000: gRPC (0.5.15.post1 does not start if this exceeds 65535). 233 to 240: data-parallel attention.
+    # Offset 10000 is for gRPC (0.5.15.post1 does not start if this port exceeds 65535); 233 to 240 are for attention
+    # with data parallelism.
     derived_ports = (10_000, *range(233, 241))
     highest_port = HIGHEST - max(derived_ports)
 
@@ -157,7 +158,7 @@ class SGLangBackend(EngineBackend):
             "enable_fp32_lm_head": options.fp32_head,
             "enable_deterministic_inference": options.sampling_seeds,
             "enable_memory_saver": offload,
-            # Weight updates restore neither draft layers nor, if only adapters are sent, the model's own weights.
+            # Weight updates do not restore draft layers or, if only adapters are sent, the model's own weights.
             "enable_draft_weights_cpu_backup": offload and is_speculative(check_sglang_args(options.spec.args)),
             "enable_weights_cpu_backup": offload and options.adapters is not None,
         }

@@ -50,8 +50,8 @@ def check_model(values: dict[str, Any]) -> None:
 
 
 def check_architecture(architecture: str) -> None:
-    """Check that the installed SGLang, if there is one, implements an architecture. For other architectures it uses the
-    model code of transformers, where weights cannot be updated by their Hugging Face names."""
+    """Check that the installed SGLang, if there is one, implements an architecture. SGLang runs other architectures
+    with the model code of transformers, where weights cannot be updated by their Hugging Face names."""
     root = package_directory("sglang")
     if root is not None and not implements_architecture(architecture, root):
         raise EngineError(
@@ -63,7 +63,8 @@ def check_architecture(architecture: str) -> None:
 
 @cache
 def implements_architecture(architecture: str, root: Path) -> bool:
-    """Return whether a file in srt/models of the package at `root` lists an architecture in `EntryClass`."""
+    """Return whether the SGLang package at `root` implements an architecture: a file in srt/models then lists it in
+    `EntryClass`."""
     for path in sorted((root / "srt" / "models").glob("*.py")):
         source = path.read_bytes()
         if architecture.encode() not in source or b"EntryClass" not in source:
@@ -114,8 +115,8 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
 def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int]]) -> None:
     """Check that fp8 weights can be updated on GPUs of these compute capabilities.
 
-    Updates need parameters in the checkpoint's layout. SGLang changes it on GPUs before Ada, whose kernels compute in
-    bf16, and the layout of the scales on GPUs after Hopper.
+    Updates need parameters in the checkpoint's layout. SGLang uses another layout on GPUs before Ada, whose kernels
+    compute in bf16, and another layout of the scales on GPUs after Hopper.
     """
     if not fp8_weights(options.spec.model_path):
         return
@@ -124,8 +125,8 @@ def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int
         found = f"GPUs of compute capability {names}" if names else "no GPU"
         raise EngineError(
             f"engines with the fp8 weights of --hf-checkpoint {options.spec.model_path} need GPUs of compute "
-            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide others with CUDA_VISIBLE_DEVICES, or use a bf16 "
-            "checkpoint"
+            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide other GPUs with CUDA_VISIBLE_DEVICES, or use a "
+            "bf16 checkpoint"
         )
 
 
@@ -142,7 +143,7 @@ def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": adapters.rank,
         "lora_target_modules": list(adapters.modules),
-        "max_loras_per_batch": 1 + adapters.max_versions,  # health checks use the model without an adapter
+        "max_loras_per_batch": 1 + adapters.max_versions,  # health checks, without an adapter, count as one more
     }
 
 
@@ -168,7 +169,8 @@ def reason_against_adapters(options: EngineOptions, shape: ModelShape, layers: I
 
 
 def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
-    """Check that an external server can load the run's adapters, and that only clients with its API key can."""
+    """Check that an external server can load the run's adapters, and accepts adapters only from clients with its API
+    key."""
     info = control.call_server(url, "/server_info")
     modules = info.get("lora_target_modules") or []
     missing = [] if "all" in modules else sorted(set(args["lora_target_modules"]) - set(modules))
@@ -200,9 +202,9 @@ def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
 
 # ---- speculative decoding --------------------------------------------------------------------------------------------
 
-# Draft tokens come from the multi-token prediction (MTP) layer of --hf-checkpoint or from a separate draft model. Both
-# keep the weights with which the engine started: weight updates replace the target model only
-# (docs/design/0021-speculative-decoding.md).
+# Draft tokens come from the multi-token prediction (MTP) layer of --hf-checkpoint or from a separate draft model.
+# Weight updates replace only the weights of the target model; MTP layer and draft model keep the weights with which the
+# engine started (docs/design/0021-speculative-decoding.md).
 ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3")
 # Architectures whose MTP layer SGLang loads from the model's own directory.
 MTP_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -221,7 +223,8 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
     if not is_speculative(args):
         if unused := sorted(name for name in args if name.startswith("speculative_")):
             raise EngineError(
-                f"{flag_name(unused[0])} has no effect without --sglang-speculative-algorithm: give NEXTN"
+                f"{flag_name(unused[0])} has no effect without --sglang-speculative-algorithm: add this option (for "
+                f"instance NEXTN), or omit {flag_name(unused[0])}"
             )
         return
     algorithm = str(args["speculative_algorithm"])
@@ -232,7 +235,7 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
         )
     steps, topk, tokens = (args.get(name) for name in SIZES)
     default = (steps, topk, tokens) == (None, None, None) or args.get("speculative_adaptive")
-    if not default and (steps is None or topk is None or (topk != 1 and tokens is None)):  # SGLang fails at start
+    if not default and (steps is None or topk is None or (topk != 1 and tokens is None)):  # SGLang would not start
         raise EngineError(
             f"{', '.join(map(flag_name, SIZES))} depend on each other: give all of them, or none to use SGLang's "
             "defaults"
@@ -261,8 +264,8 @@ def draft_model(args: Mapping[str, Any]) -> str | None:
 
 
 def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
-    """Check that an engine with speculative decoding samples from the target model's distribution, and applies the
-    sampling parameters of the run."""
+    """Check that no sampling parameter of the run is ignored with speculative decoding, and that no threshold makes the
+    engine sample from another distribution than that of the target model."""
     checks = [
         *(
             (
@@ -294,7 +297,7 @@ def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
 
 
 def _check_mtp_layer(directory: Path) -> None:
-    """Check that a Hugging Face directory has the one MTP layer that SGLang drafts with."""
+    """Check that the model in a Hugging Face directory has exactly one MTP layer, with which SGLang drafts tokens."""
     config = read_config(directory / "config.json")
     [architecture, *_], count = config["architectures"], config.get("num_nextn_predict_layers") or 0
     if architecture not in MTP_ARCHITECTURES or count == 0:
@@ -318,11 +321,11 @@ def _check_mtp_layer(directory: Path) -> None:
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
-# Penstock does not raise the default: graphs take memory outside --sglang-mem-fraction-static, also while the trainer
-# uses the GPU, so a run that fits could run out of memory.
+# Penstock does not make SGLang capture graphs for larger batches than by default: graphs take memory in addition to
+# --sglang-mem-fraction-static, also while the trainer uses the GPU, so a run that fits could run out of memory.
 GIB = 1 << 30
-# SGLang's arg_groups/memory_hook.py: memory of a GPU in GiB, below which a row applies -> largest batch with a graph
-# for engines of fewer than 4 GPUs, and of 4 or more.
+# From SGLang's arg_groups/memory_hook.py. A row applies to GPUs with less memory than its key, in GiB -> largest batch
+# with a graph for engines of fewer than 4 GPUs, and for engines of 4 or more.
 LIMITS = {20: (8, 8), 35: (48, 160), 60: (32, 160), 160: (256, 512)}
 LIMITS_OF_LARGER_GPUS = (512, 512)
 # Flags that set the batch sizes with a graph, or disable graphs, including the names of older releases.
@@ -336,11 +339,11 @@ SPECULATIVE_REQUESTS = 48  # SGLang's default of --max-running-requests with spe
 
 
 def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the server flags `args` plus the flag that disables CUDA graphs of prefills, unless the flags choose them.
+    """Return the server flags `args` and the flag that disables CUDA graphs of prefills, unless `args` configure these.
 
     By default SGLang runs the model three times for each of 58 lengths at the start, which takes 7 s for a model of
-    135M parameters on an H100 (benchmarks/results/smollm2-h100.json); the first start compiles kernels with or without
-    them. A rollout prefills in few, large batches; the time that graphs would save there was not measured.
+    135M parameters on an H100 (benchmarks/results/smollm2-h100.json). A rollout prefills in few, large batches; the
+    time that graphs would save there was not measured.
     """
     name = "cuda_graph_backend_prefill"
     if name not in sglang_flags() or any(OF_PREFILL.match(flag.replace("-", "_")) for flag in args):
@@ -349,11 +352,11 @@ def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_warning(options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
-    """Return the warning of `EngineBackend.graph_warning`, or None."""
+    """Return a warning if the engines may decode batches without a CUDA graph; see `EngineBackend.graph_warning`."""
     args = check_sglang_args(options.spec.args)
     if any(args.get(name) for name in SET_BY_USER) or args.get("cuda_graph_backend_decode") == "disabled":
         return None
-    ranks, size = _num_ranks(args), options.gpus_per_engine
+    ranks, size = _data_parallel_size(args), options.gpus_per_engine
     running = _positive_integer(args, "max_running_requests") or (SPECULATIVE_REQUESTS if is_speculative(args) else 0)
     batch = -(-num_samples // ranks)  # data-parallel ranks divide the samples, and the limit, among them
     batch = min(batch, max(1, running // ranks)) if running else batch
@@ -382,10 +385,10 @@ def graph_mib(args: Mapping[str, Any], batch: int) -> float:
     """Return the MiB of a GPU that SGLang reserves for graphs of decode batches up to `batch`, if it chooses
     --mem-fraction-static itself."""
     per_rank = (3 if batch <= 300 else 4.5) if args.get("enable_dp_attention") else 0
-    return batch * (2 + per_rank * _num_ranks(args))
+    return batch * (2 + per_rank * _data_parallel_size(args))
 
 
-def _num_ranks(args: Mapping[str, Any]) -> int:
+def _data_parallel_size(args: Mapping[str, Any]) -> int:
     return _positive_integer(args, "dp_size") or _positive_integer(args, "data_parallel_size") or 1
 
 

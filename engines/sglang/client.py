@@ -46,7 +46,7 @@ POLL_ABORTS = 0.1  # seconds between repeated abort calls, which are sent until 
 MAX_CONCURRENT_ABORTS = 64
 ROUTING_KEY = "X-SMG-Routing-Key"  # HTTP header; the router's policy "manual" sends equal keys to the same engine
 UNLOAD_TIMEOUT = 60.0  # seconds
-_unloading = threading.Lock()  # one thread unloads adapters at a time, so that each is unloaded once
+_unloading = threading.Lock()  # held to unload adapters: otherwise two threads could unload the same adapter
 RETRIED_STATUS = {429, 500, 502, 503, 504}
 
 
@@ -54,8 +54,8 @@ class SGLangClient(EngineClient):
     """An `EngineClient` that sends each request to the engine with the fewest samples in flight.
 
     Args:
-        urls, timeout: see `EngineBackend.connect`. With a function, a request waits while no engine is live, and is
-            sent again if its engine is no longer in the list.
+        urls, timeout: see `EngineBackend.connect`. If `urls` is a function, a request waits while no engine is live,
+            and is sent again if its engine is no longer in the list.
         num_tries: maximum number of tries of a request. Tries that ended with a retryable HTTP status count; those that
             ended with a connection error count only if `urls` is a fixed list.
         experts, router: see `EngineBackend.connect`. All requests except generation are sent directly to the engines.
@@ -101,15 +101,27 @@ class SGLangClient(EngineClient):
         assert len(prompts) == len(samplings), f"{len(prompts)} prompts and {len(samplings)} sampling parameters"
         if not prompts:
             return []
-        if all(sampling == samplings[0] for sampling in samplings):
-            return await self._generate(prompts, samplings[0], session)
-        if self.router is None:
-            return await self._generate(prompts, samplings, session)
-        # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
-        # list of them), so each prompt becomes a separate request; a common session sends them to the same engine.
-        session = session or uuid.uuid4().hex
-        calls = [self._generate([ids], sampling, session) for ids, sampling in zip(prompts, samplings)]
-        return [generation for answer in await asyncio.gather(*calls) for generation in answer]
+        are_equal = all(sampling == samplings[0] for sampling in samplings)
+        if self.router is not None and not are_equal:
+            # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
+            # list of them), so each prompt becomes a separate request; a common session sends them to the same engine.
+            session = session or uuid.uuid4().hex
+            calls = [self.generate_each([ids], [own], session=session) for ids, own in zip(prompts, samplings)]
+            return [generation for answer in await asyncio.gather(*calls) for generation in answer]
+        sampling = samplings[0] if are_equal else samplings
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+        if self.experts is not None:
+            body["return_routed_experts"] = True
+
+        def parse(answer: dict[str, Any], input_ids: list[int], adapter_version: str | None) -> Generation:
+            generation = parse_generation(answer, self.experts, len(input_ids), adapter_version)
+            for version, _ in generation.weight_versions:
+                if version.startswith(control.UPDATING):
+                    raise _RetryableError(f"an engine generated with weights that were not complete ({version})")
+            return generation
+
+        generations = await self._request_with_retries(body, session, parse)
+        return [Generation([], [], "abort", []) for _ in prompts] if generations is None else generations
 
     async def score(self, input_ids: list[int]) -> list[float]:
         body = {
@@ -129,7 +141,7 @@ class SGLangClient(EngineClient):
         async def abort_sample(request: str, url: str, sample: str) -> None:
             async with gate:
                 if request in self._running:
-                    # `_request_with_retries` handles a dead engine.
+                    # If the engine has died, `_request_with_retries` notices it.
                     with suppress(aiohttp.ClientError, _RetryableError):
                         await self._post(url, "/abort_request", {"rid": sample})
 
@@ -196,29 +208,11 @@ class SGLangClient(EngineClient):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    async def _generate(
-        self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
-    ) -> list[Generation]:
-        """Return one generation per prompt, of one request; empty ones if the client is aborted."""
-        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-        if self.experts is not None:
-            body["return_routed_experts"] = True
-
-        def parse(answer: dict[str, Any], input_ids: list[int], adapter_version: str | None) -> Generation:
-            generation = parse_generation(answer, self.experts, len(input_ids), adapter_version)
-            for version, _ in generation.weight_versions:
-                if version.startswith(control.UPDATING):
-                    raise _RetryableError(f"an engine generated with weights that were not complete ({version})")
-            return generation
-
-        generations = await self._request_with_retries(body, session, parse)
-        return [Generation([], [], "abort", []) for _ in prompts] if generations is None else generations
-
     async def _request_with_retries(
         self, body: dict[str, Any], session: str | None, parse: Callable[[dict[str, Any], list[int], str | None], T]
     ) -> list[T] | None:
-        """Send a request, with retries. Return what `parse` makes of each prompt's answer, token ids and adapter
-        version; None if the client is aborted."""
+        """Send a request, with retries. Return `parse(answer, token ids, adapter version)` for each prompt, or None if
+        the client is aborted."""
         num_failures = 0
         async with asyncio.timeout(self.timeout):
             while url := await self._choose_engine(session):
@@ -229,7 +223,7 @@ class SGLangClient(EngineClient):
                     return parsed
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
                     failures, until = self._backoff.get(url, (0, 0.0))
-                    # Failures during a backoff, of requests that failed together, count once.
+                    # Requests that fail together count as one failure, so failures during a backoff do not prolong it.
                     if until <= time.monotonic():
                         seconds = min(MAX_BACKOFF, 0.25 * 2**failures) * random.uniform(0.75, 1.25)
                         self._backoff[url] = (failures + 1, time.monotonic() + seconds)
@@ -251,12 +245,16 @@ class SGLangClient(EngineClient):
         self._running[request] = (url, n)
         headers = {ROUTING_KEY: session or request} if self.router else {}
         try:
-            # The router chooses the engine later, but all engines have the same adapter. (In streaming mode they may
-            # differ for a while, so `--lora-publish adapter` is refused there with a router.)
+            # The router chooses the engine later; any engine's adapter is right, because all have the same one. (In
+            # streaming mode they may differ for a while, so --lora-publish adapter is refused there with a router.)
             with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
                 own = {"rid": request} if adapter is None else {"rid": request, "lora_path": adapter}
-                answers = await self._await_while_engine_listed(
-                    url, self._post(url, "/generate", {**body, **own}, headers)
+                # A router that accepts no new requests (None) may still answer this one; after a restart it has a
+                # new URL.
+                answers = await _await_unless(
+                    lambda: url not in self.urls if self.router is None else self.router() not in (url, None),
+                    self._post(url, "/generate", {**body, **own}, headers),
+                    url,
                 )
         finally:
             self._load[url] -= n
@@ -264,9 +262,9 @@ class SGLangClient(EngineClient):
         return answers, None if adapter is None else adapter_requests.version_of(adapter)
 
     async def _choose_engine(self, session: str | None) -> str | None:
-        """Wait until an engine that is not in backoff is available, and return its URL (with a router, the router's):
-        preferably that of earlier requests of the session, otherwise the one with the fewest samples in flight. Return
-        None if the client is aborted."""
+        """Wait until an engine that is not in backoff is available, and return its URL; with a router, wait for the
+        router and return its URL. The engine of the session's earlier requests is preferred, otherwise the engine with
+        the fewest samples in flight. Return None if the client is aborted."""
         while not self._aborted:
             urls = self.urls
             if self.router is not None:
@@ -285,24 +283,10 @@ class SGLangClient(EngineClient):
             await asyncio.sleep(min(POLL_ENGINES, max(0.01, next_try)))
         return None
 
-    async def _await_while_engine_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the
-        list of live engines: an engine on a lost machine would never answer. With a router, raise only when a restarted
-        router has a new URL: one that is unavailable for new requests may still answer this one."""
-        request = asyncio.create_task(call)
-        try:
-            while not (await asyncio.wait({request}, timeout=1.0))[0]:
-                gone = url not in self.urls if self.router is None else self.router() not in (url, None)
-                if gone:
-                    raise aiohttp.ClientConnectionError(f"the server at {url} died; it is being restarted")
-            return request.result()
-        finally:
-            request.cancel()
-
     async def _post(self, url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
         """Send a POST request and return the response: parsed JSON or text."""
         if self._session is None:
-            # No limits here: the caller limits the number of requests, and `_request_with_retries` their duration.
+            # aiohttp sets no limits: the caller limits the number of requests, `_request_with_retries` their duration.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         headers = {**endpoints.auth_headers(url), **(headers or {})}
@@ -321,10 +305,23 @@ class _RetryableError(Exception):
     after a weight update that failed halfway; a retry may succeed."""
 
 
+async def _await_unless(is_gone: Callable[[], bool], call: Coroutine[Any, Any, Any], url: str) -> Any:
+    """Await the request `call` to the server at `url`, but raise ClientConnectionError as soon as `is_gone` returns
+    True: a server on a lost machine would never answer."""
+    request = asyncio.create_task(call)
+    try:
+        while not (await asyncio.wait({request}, timeout=1.0))[0]:
+            if is_gone():
+                raise aiohttp.ClientConnectionError(f"the server at {url} died; it is being restarted")
+        return request.result()
+    finally:
+        request.cancel()
+
+
 def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = False, wait: bool = False) -> None:
-    """Unload from each server the adapters of the same run as `name` that no request of this process uses, except
-    `name`, in a thread. Adapters that are in use, or of a server that does not answer, stay loaded until the next call.
-    """
+    """Unload from each server, in threads, the adapters of the same run as `name` that no request of this process uses.
+    The adapter `name` itself is unloaded only with `also_current`. With `wait`, return when all threads have ended.
+    Adapters in use, and those of a server that does not answer, stay loaded until the next call."""
 
     def unload(url: str) -> None:
         try:
@@ -356,7 +353,7 @@ def parse_scores(answer: dict[str, Any], input_ids: list[int]) -> list[float]:  
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]
-        # SGLang reports the last id of the vocabulary, whose log-prob is right, as 0.
+        # In place of the last id of the vocabulary SGLang reports the id 0, with the right log-prob.
         last = max(input_ids)
         if len(scored) != len(input_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, input_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")
@@ -374,9 +371,9 @@ def parse_generation(
     num_prompt_tokens: int = 0,
     adapter_version: str | None = None,
 ) -> Generation:
-    """Parse one response of SGLang's /generate route. If `experts` (their format) is given, return routed experts, also
-    for the `num_prompt_tokens` prompt tokens. `adapter_version` is the policy version of the adapter that the request
-    named: SGLang reports only the version of the base weights, and a request keeps its adapter until it ends."""
+    """Parse one response of SGLang's /generate route. `experts`: format of the routed experts, which the result then
+    has for prompt and response tokens. `adapter_version`: policy version of the adapter that the request named, because
+    SGLang reports only the version of the base weights."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     token_ids = [int(pair[1]) for pair in pairs]

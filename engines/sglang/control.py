@@ -1,8 +1,8 @@
 """Blocking HTTP calls to one SGLang server: health, weight version, pause and resume, and release of its GPU memory
 while the trainer uses the GPU (`--offload-rollout`). Imports only the standard library and Penstock.
 
-The weight version that a server reports also tells which memory it has (`EngineClient`), so a new driver knows it, too.
-SGLang ends the server if memory is released twice or resumed without having been released.
+The weight version that a server reports also says which memory is released (`EngineClient` lists the states), so a new
+driver knows this, too. SGLang ends the server if memory is released twice or resumed without having been released.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.engines.serving import endpoints
 
 RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
 OVERWRITTEN = "overwritten"
-UPDATING = "updating:"  # prefix of the version while an update loads it; remains after an update that failed halfway
+UPDATING = "updating:"  # prefix of the reported version during an update; remains if the update fails halfway
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MEMORY_TIMEOUT = 300.0  # seconds
 
@@ -36,7 +36,7 @@ def call_server(
     with_key: bool = True,
 ) -> dict[str, Any]:
     """Send an HTTP request to a server and return the JSON object in the response; {} if it is not a JSON object.
-    The default method is POST with a body, otherwise GET.
+    The default method is POST with a body, otherwise GET. Without `with_key` the request has no API key.
 
     Raises:
         EngineGone: the server did not answer.
@@ -96,16 +96,16 @@ def num_requests(url: str, timeout: float = 30) -> tuple[int, int]:
     return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
 
 
-def release_and_tp_size(url: str, timeout: float = 30) -> tuple[tuple[int, ...], int]:
+def release_and_tp_size(url: str) -> tuple[tuple[int, ...], int]:
     """Return SGLang's release as three numbers, for instance (0, 5, 21), and the server's tensor-parallel size."""
-    info = call_server(url, "/server_info", timeout=timeout)
+    info = call_server(url, "/server_info", timeout=30)
     numbers = ["".join(c for c in part if c.isdigit()) for part in str(info["version"]).split(".")[:3]]
     return tuple(int(number or 0) for number in numbers), int(info["tp_size"])
 
 
-def weight_checksums(url: str, timeout: float = 600) -> list[dict[str, str]]:
+def weight_checksums(url: str) -> list[dict[str, str]]:
     """Return for each rank of the server: name of a parameter or buffer -> checksum of its values."""
-    answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout)
+    answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout=600)
     return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
 
@@ -116,8 +116,8 @@ def loaded_adapters(url: str, timeout: float = 30) -> list[str]:
 
 
 def unload_adapter(url: str, name: str, timeout: float = 600) -> None:
-    """Unload a LoRA adapter. The server refuses new requests for it at once, but answers only when no request uses it;
-    until then it loads no other adapter."""
+    """Unload a LoRA adapter. The server refuses new requests for the adapter at once, but answers this call only when
+    no request uses the adapter; until then it loads no other adapter."""
     call_server(url, "/unload_lora_adapter", {"lora_name": name}, timeout)
 
 
@@ -146,7 +146,7 @@ def has_kv_cache(version: str) -> bool:
 
 
 def is_released(url: str, timeout: float) -> bool:
-    """Return whether the server answers and has no KV cache; it is paused then."""
+    """Return whether the server answers and its KV cache is released; such a server is paused."""
     try:
         info = call_server(url, "/model_info", timeout=timeout)
     except (EngineGone, EngineRefused):

@@ -82,7 +82,7 @@ def prepare_imports() -> bool:
         return True
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "penstock_cpu_models")
-    # Compiling an MoE router takes 15 s, needs a C++ compiler, and does not speed up a small model.
+    # torch.compile of an MoE router takes 15 s, needs a C++ compiler, and does not speed up a small model.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     shims = str(HERE / "cpu_site")
     if shims not in sys.path:
@@ -93,8 +93,8 @@ def prepare_imports() -> bool:
 
 
 def import_only_needed_models(argv: list[str]) -> None:
-    """Make SGLang import the files with the classes of the model's architecture only, instead of all its 200 model
-    files. A draft model (--speculative-*) may have another architecture, so with one all files are imported."""
+    """Make SGLang import only the files that define the model's architecture, instead of all its 200 model files. With
+    a draft model (--speculative-*), which may have another architecture, all files are imported."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None or any(argument.startswith("--speculative") for argument in argv):
         return
@@ -197,8 +197,8 @@ def separate_prefixes_by_weights() -> None:
     """Make SGLang's scheduler reuse keys and values only with the weights that computed them.
 
     A weight update in place keeps running requests and thus the prefix cache (docs/design/0025). So the key of every
-    entry begins with the number of weight loads of this process, and a request that was running during a load inserts
-    nothing, because its entries would be those of several weights.
+    cache entry begins with the number of weight loads of this process. A request that was running during a load inserts
+    nothing, because old and new weights computed its keys and values.
     """
     try:
         import sglang.srt.utils.weight_versions  # noqa: F401
@@ -238,7 +238,7 @@ def separate_prefixes_by_weights() -> None:
             cache.advance_unpublished_req(req, **options)
 
     SchedulerWeightUpdaterManager._observe_weight_load = load_and_count
-    Req.computed_with = -1  # `num_loads` when its first key was computed; -1 never equals it
+    Req.computed_with = -1  # value of `num_loads` when the request's first key was computed; -1: no key yet
     Req.extra_key = property(key_of, lambda req, key: setattr(req, "client_key", key))
     Req.init_next_round_input = match_and_note_weights
     UnifiedRadixCache.insert_req = insert_if_unmixed

@@ -1,7 +1,7 @@
-"""Everything that Penstock does for SGLang before 0.5.21 only: 0.5.15.post1, which some images for GPUs have.
+"""Everything that Penstock does only for SGLang releases before 0.5.21: 0.5.15.post1, which some GPU images contain.
 
-To require 0.5.21, delete this file and the calls of its functions. (launch.py imports nothing of Penstock; it skips two
-patches by itself if SGLang does not have the modules.)
+To require 0.5.21, delete this file and the calls of its functions. (launch.py cannot import this file; it skips two of
+its patches if SGLang does not have the modules to patch.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.storage.errors import EngineError
 
 Release = tuple[int, ...]  # for instance (0, 5, 21)
-OLDEST: Release = (0, 5, 15)  # the first with /model_info
+OLDEST: Release = (0, 5, 15)  # the first release with the route /model_info
 CURRENT: Release = (0, 5, 21)
 # Entries of `checks.LIMITS` (largest batches with a CUDA graph) that differ in the older release.
 GRAPH_LIMITS = {35: (24, 80)}
@@ -39,7 +39,7 @@ DROPPED = {
 
 
 def is_older(release: Release) -> bool:
-    """Return whether a server's release is before 0.5.21, so that the functions of this file apply."""
+    """Return whether a server's release is before 0.5.21 and needs the functions of this file."""
     return release < CURRENT
 
 
@@ -114,13 +114,13 @@ def reason_against_adapters(gpus_per_engine: int, *, compare: bool) -> str | Non
 
 
 def update_fields(path: str) -> dict[str, Any]:
-    """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are.
-    Broadcasts have no such field, and never reach the draft layers."""
+    """Return the fields with which a request to `path` does not change the draft layers of speculative decoding. For a
+    broadcast there is no such field, because broadcasts never reach the draft layers."""
     return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
 
 
 def check_adapter(url: str, release: Release, tp_size: int, checksums: Mapping[str, Any]) -> None:
-    """Check that a server can load an adapter: on one rank, without checksums."""
+    """Check that an older server can load an adapter: it runs on one GPU, and no checksums are compared."""
     if tp_size > 1 or checksums:
         raise EngineError(
             f"the engine at {url} runs SGLang {release_name(release)}, which loads adapters only on one GPU per "
@@ -129,5 +129,5 @@ def check_adapter(url: str, release: Release, tp_size: int, checksums: Mapping[s
 
 
 def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
-    """Return the weight version of a response's last token, the only one that the response reports, for all tokens."""
+    """Return one span that covers all tokens of a response, which reports only the weight version of its last token."""
     return [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]

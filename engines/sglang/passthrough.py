@@ -45,7 +45,7 @@ RESERVED = {
     "max_lora_rank": "--lora-rank",
     "lora_target_modules": "--lora-target-modules",
 }
-# Reason -> names, or beginnings of names that end with "_", of flags that Penstock cannot serve.
+# Reason -> flags that Penstock refuses for this reason; a name that ends with "_" means all flags that begin with it.
 _REFUSED = {
     "its cached keys and values outlive the weights that computed them": "hicache_storage_ enable_lmcache lmcache_ "
     "enable_flexkv flexkv_ radix_cache_backend enable_unified_cache_external_linker unified_cache_external_ "
@@ -60,7 +60,7 @@ _REFUSED = {
     "an engine's GPUs do not change": "elastic_ep_ ep_join_",
 }
 REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-PASSED_ON = {"lora_backend"}  # exceptions to the beginnings of names in REFUSED
+PASSED_ON = {"lora_backend"}  # flags that are not refused although REFUSED has the beginning of their name
 ROUTER_RESERVED = {
     "host": "the router listens on loopback only",
     "port": "a free port is chosen",
@@ -85,14 +85,13 @@ def package_directory(package: str) -> Path | None:
 
 
 def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
-    """Return the flags of SGLang's server by name, under each of their spellings, with underscores and without leading
-    dashes; {} if SGLang is not installed.
-    """
+    """Return the flags of SGLang's server, by name with underscores and without leading dashes; a flag with several
+    spellings has several names. {} if SGLang is not installed. `root`: the directory of its package."""
     return _parse_flags(root or package_directory("sglang"), "srt/server_args.py", "srt/arg_groups/fields/*.py")
 
 
 def router_flags() -> dict[str, ServerFlag]:
-    """Return the flags of SGLang's router, as `sglang_flags`; {} if sglang-router is not installed."""
+    """Return the flags of SGLang's router by name, as `sglang_flags` does; {} if sglang-router is not installed."""
     return _parse_flags(package_directory("sglang_router"), "router_args.py")
 
 
@@ -179,7 +178,8 @@ def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(prefix: str, name: str, known: Collection[str], program: str, module: str) -> None:
-    """Check that a program has the flag `name`; without a list of its flags (it is not installed) every name passes."""
+    """Check that `name` is in `known`, the flags of a program. If `known` is empty, because the program is not
+    installed, accept every name."""
     if known and name not in known:
         near = nearest_name(name, known)
         hint = f"did you mean {flag_name(near, prefix)}?" if near else f"see `python -m {module} --help`"
@@ -258,7 +258,7 @@ INTERNAL = frozenset(
 
 
 def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
-    """Check the parameters of `--rollout-sampling`."""
+    """Check the names of the parameters of `--rollout-sampling`. `routed`: requests go through SGLang's router."""
     known = sampling_parameter_names()
     for name in params:
         if name in RESERVED_SAMPLING:

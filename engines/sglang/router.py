@@ -44,12 +44,12 @@ DEFAULTS = {  # router flags that the configured flags override
     "request_timeout_secs": 14_400,
     "log_level": "warn",
 }
-RESPONSE_TIMEOUT = 30.0  # seconds after which a router that does not answer (or does not start) is restarted
+RESPONSE_TIMEOUT = 30.0  # seconds after which a router that does not start or does not answer is restarted
 logger = logging.getLogger(__name__)
 
 
 class SGLangRouter:
-    """Runs SGLang's router. A context manager; entering starts the router without waiting until it is ready."""
+    """Run SGLang's router while a `with` block lasts. The block begins before the router is ready."""
 
     def __init__(self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3) -> None:
         self.args = args
@@ -123,7 +123,7 @@ class SGLangRouter:
         self._registered = {}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         handle, log = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
-        # The router would send requests to engines on other nodes, with their keys, through an HTTP proxy.
+        # With proxy variables the router would send requests, with API keys, to engines on other nodes through a proxy.
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         with open(handle, "ab") as output:
             process = subprocess.Popen(

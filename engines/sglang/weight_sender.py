@@ -2,7 +2,7 @@
 
 All trainer ranks take part: each consumes the same stream of full tensors, whose gathering is collective. The ranks
 that an engine reads from also exchange handles (transport "tensor"). A rank whose engine fails therefore consumes the
-rest of the stream before it raises the error.
+rest of the stream before it raises the error: otherwise the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from penstock.engines.weights.transfer import upload_weights
 from penstock.storage.errors import EngineError, WeightMismatch
 from penstock.storage.failpoints import failpoint
 
-KEPT_ADAPTERS = 2  # directories of adapters that are kept after an update over disk
+KEPT_ADAPTERS = 2  # number of the latest adapter directories that an update over disk keeps
 ABORT_SECONDS = 30.0  # time for an aborted broadcast to end; otherwise the trainer is restarted
 TIMEOUT = timedelta(minutes=5)  # time for all ranks to join the process group, and for one broadcast
 
@@ -51,7 +51,7 @@ Routes = dict[str, EngineRoute]  # URL -> route
 
 
 class WeightSender:
-    """Sends the weights of this trainer rank's model to servers, and keeps the process groups for the next update."""
+    """Send the weights of this trainer rank's model to servers, and keep the process groups for the next update."""
 
     def __init__(self) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -102,7 +102,8 @@ class WeightSender:
             return
         if transport.through_host:
             named = ((name, tensor.cpu()) for name, tensor in named)
-        bucket_bytes = sys.maxsize if transport.adapter else transport.bucket_bytes  # SGLang takes an adapter at once
+        # SGLang loads all matrices of an adapter in one call.
+        bucket_bytes = sys.maxsize if transport.adapter else transport.bucket_bytes
         stream = self._buckets_with_handles(named, routes, bucket_bytes)
         own = [url for url, route in routes.items() if route.senders[0] == self._rank]
         try:
@@ -164,7 +165,7 @@ class WeightSender:
                 update.wait_until_loaded(loading)
                 self._members = members
             except BaseException:
-                # A broadcast may be unfinished; leaving also releases the servers that wait for it.
+                # A broadcast may be unfinished; leaving the group also releases the servers that wait for it.
                 if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
                     raise RuntimeError(
                         f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s; "
@@ -175,8 +176,8 @@ class WeightSender:
     def _update_through_disk(
         self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
     ) -> None:
-        """Write a Hugging Face directory, or a PEFT directory of adapters, and make every server load it, over a store
-        if `transport.upload` is set."""
+        """Write a Hugging Face directory, or a PEFT directory of adapters, and make every server load it. With
+        `transport.upload` each server gets a copy of the directory over a store."""
 
         def write(target: Path) -> None:
             if transport.adapter is not None:
@@ -198,7 +199,8 @@ class WeightSender:
             with open_update(urls, version, transport) as update:
                 update.load_from_disk(dict.fromkeys(urls, str(target)))
         finally:
-            # An engine may map the files of an adapter into its memory until it unloads it: keep the last ones.
+            # An engine may map the files of an adapter into its memory until it unloads the adapter, so the last
+            # directories are kept.
             self._written.append(target)
             for directory in self._written[: -KEPT_ADAPTERS if transport.adapter else None]:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -219,11 +221,11 @@ def open_update(urls: list[str], version: str, transport: WeightTransport) -> We
 
 
 class EngineGroup:
-    """A process group of trainer rank 0 (rank 0 here) and all tensor-parallel ranks of the servers, in the order of
-    `sizes`.
+    """A process group of trainer rank 0, as rank 0 of the group, and all tensor-parallel ranks of the servers.
 
     The constructor blocks until every server has joined at `host`, an address of this machine. CUDA tensors are sent
-    over NCCL, CPU tensors over gloo. `submit` runs a call in a thread, `call` sends one request.
+    over NCCL, CPU tensors over gloo. `sizes`: URL -> tensor-parallel size of a server. `submit` runs a function in a
+    thread, `call` sends one request.
     """
 
     def __init__(
@@ -268,8 +270,8 @@ class EngineGroup:
             raise refusal
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Start to send a byte tensor to all servers, to which the requests to receive it must have been sent. The
-        tensor has arrived when all servers have answered these requests."""
+        """Start to send a byte tensor to all servers. Before, each server must have been sent the request to receive it
+        (`WeightUpdate.load_broadcast`); the tensor has arrived when all servers have answered these requests."""
         dist.broadcast(flat, 0, group=self._group, async_op=True)  # the group keeps `flat` until it has been sent
 
     def close(self) -> None:

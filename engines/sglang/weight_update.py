@@ -1,13 +1,13 @@
-"""One update of several SGLang servers: of their weights (`WeightUpdate`: pause them, make them load, resume them), or
-of the LoRA adapters beside them (`AdapterUpdate`, --lora-publish adapter); and its wire format: buckets of tensors as
-one byte tensor, and payloads with handles to it.
+"""Make several SGLang servers pause, load new weights and resume (`WeightUpdate`), or load LoRA adapters beside the
+weights (`AdapterUpdate`, --lora-publish adapter). The wire format is here, too: the tensors of a bucket are joined into
+one byte tensor, and a payload has a handle to it.
 
 A payload is a pickle that may contain only classes on SGLang's allowlist. Tensor data is not sent over HTTP: the
 payload has a handle (CUDA IPC on a GPU, shared memory on CPU), and the server copies the data from the memory of the
 trainer rank.
 
-For adapters SGLang has routes for tensors in shared memory and for PEFT directories, but none for broadcasts.
-Generation continues during the update: requests name their adapter (`serving/adapter_requests.py`).
+SGLang loads adapters from shared memory or from a PEFT directory, but not from a broadcast. Generation continues while
+an adapter is loaded, because requests name their adapter (`serving/adapter_requests.py`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have loaded
 DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`
 SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
 NamedTensor = tuple[str, Tensor]
-# Engines fuse these two MLA weights into one parameter and drop one that arrives without the other in the same update
-# call. In different buckets both would be lost without an error, and the engine would keep its old weights.
+# Engines fuse these two MLA weights into one parameter, and drop a weight that arrives in an update call without the
+# other weight. In different buckets both would be lost without an error, and the engine would keep its old weights.
 FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def num_bytes(bucket: Iterable[NamedTensor]) -> int:
 def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
     """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
 
-    Some tensors must stay together (FUSED ones, an fp8 weight and its scales). If such a group is larger than
-    `max_bytes`, it becomes a separate bucket.
+    Tensors that must stay together (the FUSED ones, an fp8 weight and its scales) are in the same bucket. A group of
+    such tensors that is larger than `max_bytes` becomes a separate bucket.
     """
     bucket: list[NamedTensor] = []
     size = 0
@@ -92,8 +92,8 @@ def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTen
 
 
 class UuidPickler(ForkingPickler):
-    """Pickles tensors as torch does, with the UUID of a GPU in place of its number: SGLang's schedulers look for it
-    among their own GPUs. SGLang's function for this would import SGLang, which takes seconds."""
+    """Pickle tensors as torch does, but identify a GPU by its UUID instead of its number: SGLang's schedulers look for
+    the UUID among their own GPUs. SGLang has a function for this, but importing SGLang takes seconds."""
 
     def reducer_override(self, value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.is_cuda):
@@ -113,8 +113,8 @@ class FlatBucket:
 
     def __init__(self, bucket: list[NamedTensor]) -> None:
         self.device = bucket[0][1].device
-        # SGLang creates views of the bytes, which must be aligned: widest dtypes first, so that for instance a float32
-        # does not start at an odd multiple of 2 bytes after a bfloat16.
+        # SGLang creates views of the bytes, which must be aligned: the widest dtypes come first, because after a
+        # bfloat16 a float32 could start at an odd multiple of 2 bytes.
         aligned = sorted(bucket, key=lambda item: -item[1].element_size())
         parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in aligned]
         ends = list(itertools.accumulate(len(part) for part in parts))
@@ -174,8 +174,8 @@ class FlatBucket:
         """Free the byte tensor. Call it once every receiver has opened or copied it.
 
         torch deletes the file in /dev/shm when the last receiver frees its tensor, which a killed receiver never does.
-        So the name is deleted here; the receivers' mappings stay valid. The additional reference prevents that the last
-        receiver fails because it cannot delete the name.
+        So the file is deleted here; the receivers' mappings stay valid. An additional reference is counted, because the
+        last receiver would otherwise try to delete the file, and fail.
         """
         if self._in_shared_memory:
             storage = self.flat.untyped_storage()
@@ -199,11 +199,12 @@ def check_shared_memory(bucket: list[NamedTensor]) -> None:
 
 
 class WeightUpdate:
-    """One weight update of several servers. A context manager: entering pauses the servers, leaving resumes them.
+    """One weight update of several servers, which are paused at the start of the `with` block and resumed at its end.
 
     During the update the servers report the weight version `updating:<version>`; they report `version` only after all
     weights are loaded. An update that fails halfway therefore leaves `updating:<version>`, and the supervisor sends the
-    weights again. A server whose memory was released reports the versions of `control.py` and stays paused.
+    weights again. A server whose memory was released reports `loading:<version>` and then `loaded:<version>`, and stays
+    paused.
     """
 
     def __init__(self, urls: list[str], version: str, in_flight: PauseMode | None = None) -> None:
@@ -211,7 +212,8 @@ class WeightUpdate:
         self.version = version
         self.in_flight = in_flight
         self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
-        self._pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")  # servers, broadcast, abort
+        # One thread for each server, one to broadcast, and one to abort a broadcast.
+        self._pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")
         self._without_cache: list[str] = []  # URLs of servers whose KV cache is released (`control.py`)
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
@@ -272,8 +274,8 @@ class WeightUpdate:
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
-        because they may never receive it. If a server failed, raise its error, not the error of the broadcast that the
-        failure caused."""
+        because these may never receive the bucket. If a server failed, raise its error instead of the error of the
+        broadcast that failed in consequence."""
         if wait(loading, return_when=FIRST_EXCEPTION).not_done:
             wait(loading, timeout=5)
         errors = [error for future in loading if future.done() and (error := future.exception()) is not None]
@@ -303,12 +305,13 @@ class WeightUpdate:
         )
 
     def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
-        """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket, and
-        not if the KV cache is released (it has been flushed then) or paused requests use it."""
+        """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket does, and
+        only if there is a KV cache (a released one is empty) that no paused request uses."""
         return last and url not in self._without_cache and self.in_flight != "in_place"
 
     def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
-        """Return the fields of a request to `path` to load a bucket, which leave draft layers as they are."""
+        """Return the fields of a request to `path` that loads a bucket, but not into the draft layers of speculative
+        decoding."""
         is_older = older_release.is_older(self.facts[url][0])
         only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
         return {
@@ -332,7 +335,7 @@ class WeightUpdate:
             self._call_all(begin, self._in_session)
 
     def _resume_generation(self) -> None:
-        """Resume generation on all servers, also after a failed update. A server that cannot resume is only logged."""
+        """Resume generation on all servers, also after a failed update. If a server cannot resume, only log it."""
 
         def resume(url: str) -> None:
             try:
@@ -347,7 +350,7 @@ class WeightUpdate:
                 )
 
         self._call_all(resume)
-        self._pool.shutdown(wait=False)  # a broadcast to a failed server may be stuck in one of its threads
+        self._pool.shutdown(wait=False)  # a thread of the pool may be stuck in a broadcast to a failed server
 
     @property
     def _urls_with_kv_cache(self) -> list[str]:
@@ -379,7 +382,7 @@ class WeightUpdate:
 
 
 class AdapterUpdate(WeightUpdate):
-    """One load of an adapter into several servers: a context manager like `WeightUpdate`, but without a pause.
+    """One load of an adapter into several servers. A context manager like `WeightUpdate`, but generation continues.
 
     A server whose memory was released gets the memory of its weights back, with their values
     (`enable_weights_cpu_backup`), and stays paused until `control.resume_kv_cache`.
@@ -390,12 +393,12 @@ class AdapterUpdate(WeightUpdate):
         self.adapter = adapter
 
     def __enter__(self) -> AdapterUpdate:
-        self._waiting = self._pool.submit(self._prepare)  # while the trainer gathers the matrices
+        self._waiting = self._pool.submit(self._prepare)  # runs while the trainer gathers the matrices
         return self
 
     def _prepare(self) -> list[str]:
-        """Check the servers, resume the weights of those whose memory was released, and return the servers that have
-        not loaded the adapter yet (all, except after an update that failed on another server)."""
+        """Check the servers, resume the weights of servers whose memory was released, and return the servers that have
+        not loaded the adapter yet (fewer than all only after an update that failed on some servers)."""
         self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
         versions = dict(zip(self.urls, self._call_all(control.weight_version)))
         self._without_cache = [url for url in self.urls if not control.has_kv_cache(versions[url])]

@@ -42,11 +42,11 @@ def should_quantize(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def find_unsupported_entry(quantization: Any) -> str | None:
-    """Return the first entry ("name value") of a `quantization_config` that differs from what `quantize` makes, or
-    None."""
+    """Return the first entry ("name value") of a `quantization_config` that does not describe what `quantize` makes;
+    None if all entries do."""
     if not isinstance(quantization, dict):
         return f"the value {str(quantization)[:40]}"
-    for name, value in {**QUANTIZATION, "scale_fmt": None}.items():  # ue8m0: scales that are powers of two
+    for name, value in {**QUANTIZATION, "scale_fmt": None}.items():  # scale_fmt ue8m0 means scales that are powers of 2
         default = None if name in ("quant_method", "weight_block_size") else value
         if quantization.get(name, default) != value:
             return f"{name} {str(quantization.get(name))[:40]}"
@@ -123,10 +123,10 @@ def quantize_weights(named: Iterable[tuple[str, Tensor]], names: Collection[str]
 
 
 def keeps_scales(directory: str) -> bool:
-    """Return whether quantizing the dequantized weights of an fp8 checkpoint gives the checkpoint's bits again.
+    """Return whether the bits of an fp8 checkpoint stay the same if its weights are dequantized and quantized again.
 
-    It does if each scale is the largest magnitude of a block of bf16 weights, divided by LARGEST. Scales from other
-    quantizers may change by the rounding error of bf16.
+    They do if each scale is the largest magnitude of a block of bf16 weights, divided by LARGEST. Scales that another
+    quantizer chose may change by the rounding error of bf16.
     """
     from safetensors import safe_open
 

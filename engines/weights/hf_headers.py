@@ -51,7 +51,7 @@ class TensorLocation:
     """The location of a tensor's bytes in a file."""
 
     path: Path
-    start: int
+    start: int  # byte offset in the file
     dtype: str  # dtype code of safetensors, such as BF16
 
 
@@ -175,8 +175,8 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
 
 
 def check_first_values(tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that the first values of every tensor are finite: all of them if the tensors have at most SAMPLED_BYTES. A
-    conversion checks all values. Raises ModelError."""
+    """Check that the first values of every tensor are finite, or all values if the files have at most SAMPLED_BYTES
+    together. A conversion checks all values later. Raises ModelError."""
     of_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for name, tensor in tensors.items():
         of_file.setdefault(tensor.location.path, []).append((name, tensor))
@@ -191,7 +191,8 @@ def check_first_values(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) -> None:
-    """Check that numbers of a tensor are finite."""
+    """Check that values of the tensor `name` are finite: `values` are their bytes in the safetensors dtype `dtype`.
+    Values of dtypes that are not in NOT_FINITE are accepted."""
     if dtype not in NOT_FINITE:
         return
     word, magnitude, limit = NOT_FINITE[dtype]

@@ -49,11 +49,11 @@ Checksums = Mapping[str, list[dict[str, str]]]  # URL -> for each rank of the en
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where one process runs: a trainer rank or an engine."""
+    """Where one process (a trainer rank or an engine) runs."""
 
     node: str  # Ray's node id; "" if unknown (external engines)
     gpu_ids: tuple[str, ...] = ()  # ids on the node, in the order of the process's ranks; empty on CPU
-    pid: int = 0  # process id on the node (for an engine, of its process with node rank 0); 0 if unknown
+    pid: int = 0  # process id on the node; of an engine over several nodes, that of its first process; 0 if unknown
     nodes: tuple[str, ...] = ()  # node of each rank of an engine that spans nodes; empty: all ranks are on `node`
 
     @property
@@ -113,9 +113,9 @@ def engine_process_id(place: ProcessPlace) -> str:
 def add_upload(
     transport: WeightTransport, engines: Mapping[str, ProcessPlace], trainer_node: str, upload: WeightUpload
 ) -> WeightTransport:
-    """Return the transport with `upload` if it is "disk" and an engine does not run on the trainer's machine.
-    Trainer rank 0 on `trainer_node` writes a directory that only processes on its machine can read. Without actors
-    (external engines) the transport is returned as it is."""
+    """Return `transport` with `upload` if its kind is "disk" and an engine does not run on the trainer's machine:
+    trainer rank 0, on `trainer_node`, writes a directory that only processes on its machine can read. Return
+    `transport` unchanged if the engines have no actors (external engines)."""
     on_one_machine = {place.node for place in engines.values()} == {trainer_node}
     if transport.kind != "disk" or on_one_machine or not upload.actors:
         return transport
@@ -178,12 +178,12 @@ def update_and_check(
     *,
     is_initial: bool,
 ) -> tuple[int, float]:
-    """Send the trainer's weights to all engines of a client and check that every tensor arrived. If the weights are
-    those of --hf-checkpoint (`is_initial`), engines that report `INITIAL`, which loaded them without the trainer, are
-    compared, too.
+    """Send the trainer's weights to all engines of a client and check that every tensor arrived. `is_initial` says that
+    these are the weights of --hf-checkpoint. Then the checksums of engines that loaded --hf-checkpoint themselves
+    (version `INITIAL`) are compared, too.
 
     Return the number of compared tensors, over all ranks of all engines, and the seconds of the update itself. After a
-    WeightMismatch the engines report no policy version, so that the weights are sent again.
+    WeightMismatch the engines report no policy version, so the next update sends the weights again.
     """
     initial: Checksums = {}
     if is_initial and any(client.weight_version(url) == INITIAL for url in client.urls):
@@ -215,8 +215,8 @@ def update_and_check(
 
 
 def _compare(expected: Checksums, actual: Checksums, where: str) -> int:
-    """Compare checksums and return their number. Raises WeightMismatch for the first difference; its message ends with
-    `where`, with the expected checksum for `{expected}`."""
+    """Compare checksums and return their number. Raises WeightMismatch for the first difference. The message ends with
+    `where`, in which `{expected}` is replaced by the expected checksum."""
     different, total = [], 0
     for url, ranks in expected.items():
         for rank, (before, after) in enumerate(zip(ranks, actual[url], strict=True)):

@@ -109,10 +109,11 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
     with _refusing_damaged(where):
         allowed: list[Any] = []
         names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]
-        for name in sorted(names):  # so that the error always names the same class
+        for name in sorted(names):  # sorted: the error then always names the same class
             allowed.append((_PLAIN_CLASSES.get(name) or _stand_in_class(name, where), name))
         stream.seek(0)
-        # `names` lacks those that torch already allows: `safe_globals` would disallow them at the end of the block
+        # At its end `safe_globals` makes torch refuse all classes in `allowed`. These do not include the classes that
+        # torch allows by default, which are not in `names`.
         with torch.serialization.safe_globals(allowed):
             return torch.load(stream, map_location="cpu", weights_only=True)
 
@@ -146,7 +147,7 @@ def _stand_in_class(name: str, where: str | Path) -> type[_StandIn]:
 
 @contextmanager
 def _refusing_damaged(where: str | Path) -> Iterator[None]:
-    """Raise ModelError if the block cannot unpickle a file."""
+    """Raise ModelError, with the name `where` of the file, if the block cannot unpickle the file."""
     try:
         yield
     except PenstockError:

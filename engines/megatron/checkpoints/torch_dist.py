@@ -58,7 +58,7 @@ from penstock.storage.failpoints import failpoint
 
 class PlainWriter(TorchDistSaveShardedStrategy):
     """Megatron's save strategy, with `ParallelWriter` in place of Megatron's file writer. After `save`, `hashes` maps
-    the names of this rank's files to their xxh3-128."""
+    the names of this rank's files to their xxh3-128 hashes."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -128,7 +128,7 @@ class SafeCommonStrategy(TorchCommonLoadStrategy):
 
 @dataclass
 class RankState:
-    """Saves and loads the training state of one rank. All methods except `digest` are collective: every rank must call
+    """Save and load the training state of one rank. All methods except `digest` are collective: every rank must call
     them. A checkpoint of a model with adapters has the adapters and their optimizer states, but not the base weights.
     """
 

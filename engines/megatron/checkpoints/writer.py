@@ -29,8 +29,8 @@ from penstock.storage.disk import map_in_threads, write_back
 
 class ParallelWriter(dcp.FileSystemWriter):
     """torch's writer of a checkpoint directory, except that NUM_THREADS threads write and sync the files of this rank.
-    Weights are written to separate files, so that an export reads nothing else. `hashes` maps the names of the files to
-    their xxh3-128."""
+    Weights and optimizer states are in separate files, so an export reads only weights. `hashes` maps the names of the
+    files to their xxh3-128 hashes."""
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory)
@@ -74,14 +74,15 @@ def is_weight(key: str) -> bool:
 
 
 class ArchiveFile:
-    """A file of archives of `torch.save`, one for each tensor, with its hash. `torch.save` is called with an
-    uninitialized placeholder; when it writes the placeholder's bytes, the tensor's content is written instead, and
-    everything else is written unchanged. The placeholder's pages are never touched and therefore never allocated."""
+    """A file of archives of `torch.save`, one for each tensor, with the hash of the file. `torch.save` is called with
+    an uninitialized placeholder; when it writes the placeholder's bytes, the tensor's content is written instead, and
+    everything else is written unchanged. The placeholder's pages are never touched and therefore never allocated.
+    `on_bytes` is called with the size of each written chunk of content."""
 
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
         self.file, self.on_bytes = file, on_bytes
         self.digest, self.length = xxhash.xxh3_128(), 0
-        self._written_back = 0  # bytes that the kernel writes to the disk
+        self._written_back = 0  # number of bytes that the kernel was asked to write to the disk (`write_back`)
         self._address = self._num_written = 0
         self._content: Iterable[memoryview] = ()
 
@@ -121,8 +122,8 @@ class ArchiveFile:
 
 
 def disable_crc() -> None:
-    """Make `torch.save` in this thread (before torch 2.12 in this process) write no CRC, which would read the
-    placeholder. No version of torch checks the CRC."""
+    """Make `torch.save` in this thread (before torch 2.12: in all threads) write no CRC, because computing it would
+    read the placeholder. No version of torch checks the CRC."""
     torch.serialization.set_crc32_options(False)
 
 

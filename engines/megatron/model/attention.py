@@ -46,7 +46,7 @@ NORM_EPSILON = 1e-6  # for the norms inside MLA, where Hugging Face also ignores
 
 
 class HeadNormAttention(SelfAttention):
-    """An attention layer that normalizes query and key heads together with RoPE, see `HeadNorm`."""
+    """An attention layer that normalizes query and key heads and applies RoPE in one kernel (`HeadNorm`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,8 +171,8 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[
 
 
 class _CopyRows(torch.autograd.Function):
-    """Computes out[places] = x[rows], with zeros in all other rows of `out` [num_places, ...]. `rows` and `places` each
-    have unique indices, so the gradient is the reverse copy."""
+    """Return `out` [num_places, ...] with out[places] = x[rows] and zeros in all other rows. No index occurs twice in
+    `rows` or in `places`, so the backward pass copies the rows back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, num_places: int) -> Tensor:
@@ -227,13 +227,14 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedSt
 
 @cache
 def side_stream(device: torch.device) -> SideStream:
-    """Return the one side stream of a device: its exchanges run in the order in which they were started."""
+    """Return the side stream of a device. There is only one, so exchanges run in the order in which they were
+    started."""
     return SideStream(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 
 class SideStream:
-    """Runs functions on a separate CUDA stream; on a CPU (`stream` is None) it runs them at once. autograd runs the
-    backward pass of each function on the same stream, and waits where gradients cross streams."""
+    """Run functions on a separate CUDA stream, or at once on a CPU (`stream` is None). autograd runs the backward pass
+    of each function on the same stream, and waits where gradients cross streams."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
@@ -318,7 +319,7 @@ class MLASelfAttention(MegatronModule):
         down_kv = self.linear_kv_down_proj(hidden_states)
         down_kv, rope_key = down_kv.split([self.latent.kv_lora_rank, self.latent.qk_rope_head_dim], dim=-1)
         down_kv = self.kv_layernorm(down_kv)
-        if self.config.sequence_parallel:  # every rank's heads use `rope_key`: the backward pass sums its gradients
+        if self.config.sequence_parallel:  # all ranks' heads use `rope_key`, so the backward pass sums its gradients
             rope_key = gather_from_sequence_parallel_region(rope_key.contiguous(), group=self.tensor_group)
 
         project, inputs = partial(self._up_project, stream.cos_sin), (down_q, down_kv, rope_key)

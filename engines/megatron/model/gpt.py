@@ -59,8 +59,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # Here the backward pass all-reduces the hidden states' gradient over tensor-parallel ranks once, not per `head`
-        # call.
+        # The backward pass of this operation all-reduces the hidden states' gradient over tensor-parallel ranks: once,
+        # not in every call of `head`.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
 
     @torch.no_grad()
     def zero_vocab_padding(self) -> None:
-        """Set the padding rows of the vocabulary in embedding and LM head to zero: they are unused, but are part of
+        """Set the vocabulary's padding rows in embedding and LM head to zero. Nothing uses these rows, but they are in
         checkpoints and weight digests, which must be reproducible."""
         if self.num_padded and self.pre_process:
             self.embedding.word_embeddings.weight[-self.num_padded :].zero_()
@@ -106,7 +106,7 @@ class _Fp32Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H], [V, H] -> [n, V]
         ctx.save_for_backward(hidden, weight)
-        if hidden.is_cuda and hidden.dtype != torch.float32 and len(hidden):  # without a copy of the weight in fp32
+        if hidden.is_cuda and hidden.dtype != torch.float32 and len(hidden):  # makes no copy of the weight in fp32
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return F.linear(hidden.float(), weight.float())
 
@@ -160,7 +160,7 @@ def _build_chunk(
     stage: int | None,
     chunk_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> PolicyModel:
-    """Return one pipeline chunk; `stage` is its index under virtual pipeline parallelism, otherwise None."""
+    """Return one pipeline chunk. `stage`: index of the chunk under virtual pipeline parallelism, otherwise None."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     chunk = chunk_class(
@@ -194,7 +194,7 @@ def is_routed_expert_parameter(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-VALUE_HEAD = "value_head.weight"  # the value head's name in a checkpoint, so that it is not confused with an LM head
+VALUE_HEAD = "value_head.weight"  # name of the value head in a checkpoint, where an LM head has the name HEAD
 
 
 class ValueModel(PolicyModel):

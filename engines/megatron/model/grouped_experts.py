@@ -2,11 +2,11 @@
 dispatch of tokens to them. Used with Megatron's option `moe_grouped_gemm`.
 
 Megatron-core's `SequentialMLP` multiplies one expert after the other; its grouped variants need TransformerEngine or
-the package grouped_gemm. Here torch's `grouped_mm` does it: one kernel on a Hopper GPU, a loop on a CPU. Checkpoints
-are the same as those of `SequentialMLP`.
+the package grouped_gemm. Here torch's `grouped_mm` multiplies all experts: in one kernel on a Hopper GPU, in a loop on
+a CPU. Checkpoints are the same as those of `SequentialMLP`.
 
-Tokens are gathered in the order of their experts and summed again with fixed index tables, so that results are
-deterministic, and without expert parallelism no step waits for the GPU.
+Tokens are gathered in the order of their experts and summed again with fixed index tables, so results are
+deterministic. Without expert parallelism no step waits for the GPU.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class StackedWeight(nn.Module):
         return out if added is None else out + added
 
     def forward(self) -> Tensor:
-        """Return the weights as `grouped_mm` takes them, [E, in, out]. Readers call the module, because Megatron's hook
-        then waits for the all-gather of the weights (`--overlap-param-gather`)."""
+        """Return the weights as `grouped_mm` takes them, [E, in, out]. They are read by a call of the module, because
+        Megatron's hook then waits for the all-gather of the weights (`--overlap-param-gather`)."""
         return self.weight.transpose(1, 2)
 
 
@@ -110,8 +110,8 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
-        one chunk per expert, and gate and up projection as two chunks. `sharded_offsets` are Megatron's (axis, index,
-        number) of the axes before that of the experts."""
+        one chunk per expert, and gate and up projection as two chunks. `sharded_offsets`: (axis, index, number) of each
+        axis before the experts' axis, in Megatron's format."""
         axis = len(sharded_offsets)  # index of the axis of the experts
         first_expert = self.expert_group.rank() * self.num_local_experts
         num_experts = self.expert_group.size() * self.num_local_experts
@@ -145,7 +145,7 @@ class GroupedExperts(MegatronModule):
 
 
 class TokenDispatcher(MoETokenDispatcher):
-    """Brings each token to its top-k experts, and sums their outputs.
+    """Send each token to its top-k experts, and sum the experts' outputs.
 
     The methods are the steps of Megatron's `MoELayer`, in their order. Every token must have exactly top-k experts.
     """
@@ -155,8 +155,9 @@ class TokenDispatcher(MoETokenDispatcher):
         self.num_local_experts = config.num_moe_experts // self.ep_size
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one copy of each of the n tokens [..., H] per selected expert, [n * top_k, H], and its weight,
-        [n * top_k], in the order of the experts. Selection and weights of the experts' outputs are [n, experts]."""
+        """Return a copy of each of the n tokens [..., H] for each of its experts, [n * top_k, H], and the weight of the
+        expert's output, [n * top_k], both sorted by expert. `routing_map` (which experts are selected) and `probs`
+        (their weights) are [n, experts]."""
         self.shape, top_k = tokens.shape, self.config.moe_router_topk
         num_tokens = routing_map.shape[0]
         pairs = torch.nonzero_static(routing_map.T.flatten(), size=num_tokens * top_k)[:, 0]  # expert * n + token
@@ -168,8 +169,8 @@ class TokenDispatcher(MoETokenDispatcher):
         return copies, probs.T.flatten()[pairs]
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the copies to the expert-parallel ranks that have their experts, and receive those for this rank's
-        experts: grouped by rank, then by expert. [n * top_k, H] -> [m, H]"""
+        """Send the copies to the expert-parallel ranks that have their experts, and receive the copies for this rank's
+        experts, sorted by sending rank, then by expert. [n * top_k, H] -> [m, H]"""
         if self.ep_size == 1:
             return hidden_states, probs
         num_experts = self.tokens_per_expert.shape[0]
@@ -218,11 +219,11 @@ class TokenDispatcher(MoETokenDispatcher):
 
 
 class TakeRows(torch.autograd.Function):
-    """Computes `take_rows(x, rows)`; its gradient is `take_rows(grad, back)`, where `back` is the reverse of `rows`.
+    """Return `take_rows(x, rows)`; the gradient is `take_rows(grad, back)`, where `back` is the reverse of `rows`.
 
     To copy rows: `rows` [n * k] has the index in x of each row of the result, and `back` [n, k] the indices of the
-    copies of each row of x. With the two exchanged, the copies of each row are summed, in this order. To permute rows:
-    a permutation and its inverse.
+    copies of each row of x. To sum the copies of each row, in this order: exchange `rows` and `back`. To permute rows:
+    `rows` is a permutation and `back` its inverse.
     """
 
     @staticmethod

@@ -32,8 +32,8 @@ TINY = 1e-20  # avoids division by zero if all scores are zero; same value as in
 
 
 def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:
-    """Return Megatron's specification of the transformer layers of one pipeline chunk; `stage` is its index on this
-    rank under virtual pipeline parallelism, otherwise None."""
+    """Return Megatron's specification of the transformer layers of one pipeline chunk. `stage`: index of the chunk on
+    this rank under virtual pipeline parallelism, otherwise None."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     for layer in block.layer_specs:
         parts = layer.submodules

@@ -8,8 +8,8 @@ keys.
 RMSNorm for Megatron layers without TransformerEngine, and RMSNorm of query and key heads together with RoPE.
 
 Megatron-core's own torch norm does not support sequence parallelism, where each tensor-parallel rank normalizes only
-its part of the tokens. This norm does, by an attribute: `weight.sequence_parallel = True` makes Megatron all-reduce
-the weight's gradient over the tensor-parallel ranks.
+its part of the tokens. The norm here supports it: `weight.sequence_parallel = True` makes Megatron all-reduce the
+weight's gradient over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _yarn_frequencies(plain: Tensor, base: float, dim: int, scaling: YarnScaling
 def yarn_attention_factor(scaling: YarnScaling) -> float:
     """Return YaRN's attention factor, by which queries and keys are multiplied together with RoPE.
 
-    With `mscale` and `mscale_all_dim` (DeepSeek) it is the quotient of the two; otherwise it depends only on the
-    scaling factor.
+    With `mscale` and `mscale_all_dim` (DeepSeek) it is the quotient of the two magnitude scalings; otherwise it depends
+    only on the scaling factor.
     """
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
@@ -91,8 +91,8 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def softmax_scale(shape: ModelShape) -> float:
-    """Return the factor by which attention scores are multiplied before the softmax: 1 / sqrt(head_dim); in MLA with
-    YaRN times the square of the magnitude scaling for `mscale_all_dim`."""
+    """Return the factor by which attention scores are multiplied before the softmax: 1 / sqrt(head_dim). MLA with YaRN
+    multiplies this by the square of the magnitude scaling for `mscale_all_dim`."""
     scale, scaling = shape.head_dim**-0.5, shape.rotary.scaling
     if shape.latent and isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -103,7 +103,6 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
     """Apply RoPE to queries or keys, with a fused kernel on a GPU. [t, heads, head_dim] -> [t, heads, head_dim]
 
     Args:
-        x: queries or keys.
         cos_sin: cosines and sines, [t, 1, dim] each; RoPE is applied to the first `dim` dimensions of a head.
         interleaved: whether pairs are (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
     """
@@ -130,7 +129,7 @@ def apply_rope_unfused(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: b
 
 
 class RMSNorm(nn.Module):
-    """Computes x / rms(x) * weight over the last dimension, where rms(x) = sqrt(mean(x^2) + eps) in fp32."""
+    """RMSNorm: x / rms(x) * weight over the last dimension, where rms(x) = sqrt(mean(x^2) + eps) in fp32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()

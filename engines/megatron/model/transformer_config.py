@@ -37,9 +37,8 @@ AttentionKernel = Literal["padded", "torch", "fa4"]
 FA4 = "flash-attn-4"  # package
 FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # tested head dimensions: (of keys, of values)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Fixed values of MoE fields. Other values would drop tokens or add noise, so that the trained model would differ from
-# the engine's, or add load-balancing losses, which Megatron scales for means over tokens, while Penstock's losses are
-# sums.
+# Fixed values of MoE fields. Other values would drop tokens or add noise, which the engines do not do, or would add
+# load-balancing losses, which Megatron scales for losses that are means over tokens (Penstock's losses are sums).
 MOE_FIXED: dict[str, Any] = dict(
     moe_aux_loss_coeff=0.0,
     moe_z_loss_coeff=None,
@@ -48,7 +47,7 @@ MOE_FIXED: dict[str, Any] = dict(
     moe_apply_probs_on_input=False,
     moe_shared_expert_gate=False,
     moe_latent_size=None,
-    moe_router_fusion=False,  # `router.select_experts` selects the experts
+    moe_router_fusion=False,  # `layers.select_experts` selects the experts
     moe_enable_routing_replay=False,
 )
 # Defaults for an installation without TransformerEngine and apex.
@@ -94,7 +93,8 @@ def transformer_config(
     defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)
     if uses_grouped_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
         defaults["moe_grouped_gemm"] = True
-    overrides.pop("moe_permute_fusion", None)  # done by `grouped_experts.TokenDispatcher`; Megatron's needs a package
+    # `grouped_experts.TokenDispatcher` permutes the tokens; Megatron's fused permutation needs an additional package.
+    overrides.pop("moe_permute_fusion", None)
     fixed = {
         **model_options(shape),
         **dict(activation_func=F.silu, softmax_scale=None),
@@ -111,7 +111,7 @@ def transformer_config(
             pipeline_dtype=DTYPES[dtype],
             bf16=dtype == "bf16",
             variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length
-            # With gloo every other combination of these two computes wrong results without an error.
+            # With gloo any other combination of these two fields gives wrong results without an error.
             overlap_p2p_comm=layout.virtual_pipeline is not None,
             batch_p2p_comm=layout.virtual_pipeline is None,
             calculate_per_token_loss=True,  # Megatron sums gradients without scaling; the loss function normalizes
@@ -122,8 +122,9 @@ def transformer_config(
 
 
 def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
-    """Return whether a model's experts are computed by grouped GEMMs. By default they are on GPUs for which the kernels
-    were tested; the options --moe-grouped-gemm and --moe-permute-fusion decide otherwise."""
+    """Return whether grouped GEMMs compute a model's experts. The options --moe-grouped-gemm and --moe-permute-fusion
+    decide this; without them grouped GEMMs are used on GPUs on which the kernels were tested. Raises OptionError if the
+    options need what the model or the GPU does not have."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
     default = has_kernel and can_group_experts(shape, expert_tensor, size)
     is_grouped = has_grouped_experts(shape, overrides, default)
@@ -258,7 +259,7 @@ def _moe_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) -> AttentionKernel:
-    """Return the kernel for a value of `--attention-backend`, on this machine.
+    """Return the kernel that the value `backend` of `--attention-backend` means on this machine.
 
     "auto", "flash", "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of
     the heads, else "torch"; without a GPU or in fp32 "padded". "unfused" and "local": "padded". "torch" and "fa4" name
@@ -288,7 +289,7 @@ def runs_hopper_kernels(dtype: str) -> bool:
 
 
 def torch_attention_kernel(dtype: str) -> AttentionKernel:
-    """Return the best kernel of torch on this machine."""
+    """Return the faster of torch's two kernels that works for `dtype` on this machine."""
     return "torch" if torch.cuda.is_available() and dtype == "bf16" else "padded"
 
 
