@@ -64,7 +64,7 @@ class TrainActor:
         self._joined = False
         self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
         self._urls: list[str] = []  # addresses of the engines that get the weights
-        # the client is kept, because it holds process groups
+        # One client for all publications, because it holds the process groups that connect the rank with the engines.
         self._engines: EngineClient = engine_backend(self.spec.engine).connect(lambda: self._urls)
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
         self._memory_switches: list[MemorySwitch] = []  # since the last call of `take_memory_switches`
@@ -201,8 +201,8 @@ class TrainActor:
                 adapters.
             checkpoint: commit of the checkpoint; None = load `base`.
             auxiliary: commits of the reference and teacher models, and of the adapters that a run starts with. A
-                reference that --ref-update-interval replaced is read from `checkpoint` instead. If it has no reference,
-                a policy with adapters uses `base` as its reference.
+                reference that --ref-update-interval replaced is read from `checkpoint` instead. Without a reference in
+                `auxiliary`, a policy with adapters uses `base` as its reference.
         """
         import ray
 

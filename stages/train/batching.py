@@ -110,14 +110,14 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
 
     Raises:
-        RunError: a trained sample has none.
+        RunError: a trained sample has no teacher log-probs.
     """
     offsets, values = _column_offsets_and_values(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(
             "the rollout has samples without a teacher's log-probs, because it was generated without a teacher: start "
-            "a new run with --opd-teacher-url and the same --opd-type"
+            "a new run with --opd-type engine, and --opd-teacher-load or --opd-teacher-url"
         )
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
