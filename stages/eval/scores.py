@@ -322,7 +322,7 @@ def check_same_data(name: str, a: Commit, b: Commit) -> None:
         rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
         raise DataError(
             f"the data set {name} had {rows_a} rows in the first evaluation, and {rows_b} rows with different content "
-            "in the second, but a comparison needs the same prompts: repeat one evaluation with the other's file"
+            "in the second, but a comparison needs the same prompts: repeat one evaluation with the file of the other"
         )
 
 

@@ -132,10 +132,10 @@ class CheckedReward(NamedTuple):
 def check_custom_reward(
     path: str,
     *,
-    group_rm: bool = False,
-    rm_model_path: str | None = None,
+    group_rm: bool,
+    rm_model_path: str | None,
     required_package: str | None = None,
-    timeout: float = 300.0,
+    timeout: float,
 ) -> CheckedReward:
     """Import a user-defined reward in a subprocess, and check its signature. Results are cached."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}

@@ -54,7 +54,7 @@ class RewardSettings:
     required_package: str | None = None  # package that must define the function at custom_rm_path
 
     @classmethod
-    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None = None) -> RewardSettings:
+    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None) -> RewardSettings:
         """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
         of user-defined functions."""
         return cls(

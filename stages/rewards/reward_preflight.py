@@ -57,7 +57,8 @@ _CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
 
 
 def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None:
-    """Check that every row has an existing and allowed reward, and a label if it needs one. Errors name the row."""
+    """Check that the reward of every row exists and is allowed, and that the row has a label if its reward needs one.
+    Errors name the row."""
     for row in rows:
         try:
             _check_reward_of_row(options, row)
@@ -91,8 +92,8 @@ def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
 
 
 def _is_json_of_texts(label: str) -> bool:
-    """Return whether a label is a JSON object or a JSON array with texts. (Labels of columns with such values are read
-    as JSON.)"""
+    """Return whether a label is a JSON object, or a JSON array with texts: the label of a column that holds
+    dictionaries or lists."""
     try:
         value = json.loads(label) if label.strip()[:1] in ("{", "[") else None
     except (ValueError, RecursionError):
