@@ -333,7 +333,7 @@ def _check_result(
 
 
 class ImportMemo(Frozen):
-    """Name of the converted model that was imported from a directory with a certain state."""
+    """Record of the model that was imported from a Megatron checkpoint, so that it is not copied again."""
 
     identity: str
 
@@ -364,7 +364,7 @@ def export_megatron(
 def export_target(
     store: Store, checkpoint: Commit | str, origin: Origin, save: str, names: MegatronNames, iteration: int | None
 ) -> tuple[DirectoryTarget, str]:
-    """Return the target of `export_megatron`, and the identity of its result."""
+    """Return the target of `export_megatron`, and the name of its result, which depends on checkpoint and options."""
     if adapter_options(checkpoint) is not None:
         raise OptionError(
             "the checkpoint has LoRA adapters, which can be merged only in an export of Hugging Face files: export it "

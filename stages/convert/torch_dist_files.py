@@ -328,7 +328,7 @@ class WorkUnit:
 
 
 def plan_units(
-    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
+    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int
 ) -> list[WorkUnit]:
     """Plan the work units of a conversion from names, shapes and locations of the source's tensors. Deterministic:
     every process plans the same units for the same source."""
@@ -442,7 +442,7 @@ def write_metadata(
     directory: Path,
     checkpoint: CheckpointLayout,
     units: Sequence[tuple[WorkUnit, Sequence[tuple[int, int]]]],
-    objects: Sequence[str] = (),
+    objects: Sequence[str],
 ) -> None:
     """Write the index (`.metadata`) of a checkpoint's slices. Deterministic: equal units give equal bytes.
 
@@ -464,7 +464,7 @@ def write_metadata(
         info = _StorageInfo(EMPTY_OBJECT, 0, (directory / EMPTY_OBJECT).stat().st_size)
         tensors |= {key: BytesStorageMetadata() for key in objects}
         storage |= {MetadataIndex(key): info for key in objects}
-    # an empty `storage_meta`: torch's has a random number and the directory's path, which may change later
+    # `storage_meta` stays empty: torch would write a random number and the directory's path, which may change later
     metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)
