@@ -277,7 +277,8 @@ class AgentSession:
         """Return the conversation that `messages` continue (forked or created if needed), and how many of `messages`
         this conversation already contains."""
         keys = [_message_comparison_key(message) for message in messages]
-        # best match: (shared messages, whether they end at the last turn and none is busy, conversation, shared turns)
+        # Best match: (number of shared messages, whether they include the last turn and no request is in flight, the
+        # conversation, number of shared turns).
         best: tuple[int, bool, Conversation, int] | None = None
         for conversation in self._conversations:
             if (conversation.tools, conversation.template_options) != (list(tools), options):
@@ -332,7 +333,7 @@ class ChatFormat:
         self._tags = frozenset(i for i, token in added.items() if not THOUGHT_TAGS.fullmatch(token.content))
         question = {"role": "user", "content": "1+1"}
         thinking = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\n2"}
-        with suppress(TemplateError):  # the first real conversation will raise an error
+        with suppress(TemplateError):  # ignored here: the first real conversation will raise it
             if PLACEHOLDER not in self.render([question, thinking, question]):
                 logger.warning(
                     "the chat template drops the reasoning of earlier replies; multi-turn samples keep this reasoning, "
@@ -344,8 +345,8 @@ class ChatFormat:
         opening: Sequence[Message],
         reply: Message,
         messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        options: dict[str, Any] | None = None,
+        tools: Sequence[Any],
+        options: dict[str, Any],
     ) -> tuple[str, str]:
         """Return (closing text, between text): the text with which the template ends the turn of `reply`, and all text
         from the end of `reply` to the start of the model's next reply, which begins with the closing text.
@@ -388,7 +389,7 @@ class ChatFormat:
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether the tokens of a prompt end inside a thought (<think> without </think>). Only the text after
-        the last special token that is not such a tag counts, because earlier messages may mention the tags."""
+        the last special token that is not a thought tag counts, because earlier messages may mention these tags."""
         start = next((index for index in range(len(prompt), 0, -1) if prompt[index - 1] in self._tags), 0)
         tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
         return bool(tags) and "/" not in tags[-1]
@@ -423,4 +424,4 @@ def _text_after_placeholder(text: str) -> str:
     return after
 
 
-chat_format = functools.cache(ChatFormat)  # its warning is logged once per tokenizer
+chat_format = functools.cache(ChatFormat)  # cached, so that its warning is logged once per tokenizer

@@ -243,7 +243,7 @@ class CustomGeneration:
                 "the returned sample has no response tokens: generate them with engine.generate, or set `tokens` and "
                 "`rollout_log_probs`"
             )
-        for version in getattr(part, "weight_versions", ()):  # of requests that the function sent without EngineHandle
+        for version in getattr(part, "weight_versions", ()):  # of requests sent without EngineHandle
             if self.round.policy_version_of(version) is None:
                 raise RuntimeError(
                     f"{self.name} got a response generated with weight version {version!r}, but expected "
@@ -276,7 +276,8 @@ class EngineHandle(EngineCalls):
     _lock = threading.Lock()
 
     def conversation(self, sample: UserSample, **options: Any) -> Conversation:
-        """Return a chat that takes and returns messages, and records their tokens in `sample`."""
+        """Return a chat that takes and returns messages, and records their tokens in `sample`. `options`: `tools` and
+        `template_options` of `Conversation`."""
         return Conversation(self, sample, **options)
 
     def openai(self, sample: UserSample) -> AgentSession:

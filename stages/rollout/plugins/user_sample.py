@@ -53,7 +53,7 @@ ANSWERS: ContextVar[list[EngineAnswer] | None] = ContextVar("ANSWERS", default=N
 
 
 class JsonLabel(str):
-    """The label of a column of dictionaries: JSON text whose entries can also be read as in a dictionary."""
+    """A label that is a dictionary in the prompt data: JSON text whose entries can be read like a dictionary's."""
 
     def __getitem__(self, key: Any) -> Any:
         return json.loads(self)[key] if isinstance(key, str) else super().__getitem__(key)
@@ -76,7 +76,7 @@ class UserSample(Sample):
     group_index: int | None = None  # number of the prompt in the run
     index: int | None = None  # number of the sample in its group
 
-    # for functions written for another trainer; Penstock does not use them
+    # Attributes that functions written for another trainer may read; Penstock does not use them.
     session_id = generate_function_path = custom_rm_path = train_metadata = None
     multimodal_inputs = multimodal_train_inputs = rollout_routed_experts = None
     rollout_top_p_token_ids = rollout_top_p_token_offsets = None
@@ -103,7 +103,7 @@ class UserSample(Sample):
     def _start_response(self, prompt_length: int) -> None:
         self._prompt_ids = tuple(self.token_ids[:prompt_length])
         self._response_length, self._sets_length = len(self.token_ids) - prompt_length, False
-        # A field that is still this object after the call was not set by the user-defined function.
+        # A user-defined function has not set the loss mask or log-probs if they are still these list objects.
         self._untouched = (self.loss_mask, self.rollout_logprobs)
 
     @classmethod
@@ -142,7 +142,7 @@ class UserSample(Sample):
         references to them."""
         for name, untouched, earlier in zip(("loss_mask", "rollout_logprobs"), self._untouched, (1, math.nan)):
             values = getattr(self, name)
-            if values is None or (values is untouched and len(values) != len(self.token_ids)):  # of another prompt
+            if values is None or (values is untouched and len(values) != len(self.token_ids)):  # replaced prompt
                 setattr(self, name, [earlier] * self._response_length)
         super().extend(token_ids, logprobs, is_trained=is_trained)
         self._response_length += len(token_ids)

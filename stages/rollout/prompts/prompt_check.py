@@ -64,10 +64,10 @@ def check_rendered_rows(
     tokenizer: PromptTokenizer,
     *,
     is_sft: bool = False,
-    max_seq_len: int | None = None,
+    max_seq_len: int | None,
 ) -> None:
     """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
-    last, and the 32 longest rows."""
+    last, and the 32 longest rows. The other arguments are those of `check_prompt_data`."""
     half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
     longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
     for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):

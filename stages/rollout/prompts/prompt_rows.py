@@ -171,7 +171,7 @@ def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
     for name, inner in record.items():
         if not key.startswith(f"{name}."):
             continue
-        if inner is None:  # null has no entries: the value of each is null
+        if inner is None:  # a null column: the value of `b` is null, too
             return [name]
         if isinstance(inner, dict) and (rest := find_column(inner, key[len(name) + 1 :])):
             return [name, *rest]
@@ -262,7 +262,7 @@ def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
 def _decimal_to_number(value: Any) -> int | float:
     if not isinstance(value, Decimal):
         raise TypeError(f"a {type(value).__name__}")
-    number: int | float = json.loads(format(value, "f"))  # as if the row were JSON
+    number: int | float = json.loads(format(value, "f"))  # the number that a JSON file with these digits has
     return number
 
 
@@ -289,7 +289,8 @@ def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]
 
 @lru_cache(maxsize=256)
 def _converter(kind: pa.DataType) -> Convert | None:
-    """Return the function that converts values, except None, of an Arrow type; None: values stay as they are."""
+    """Return the function that converts values of an Arrow type (except None) to values that JSON can express; None:
+    values stay as they are."""
     if isinstance(kind, pa.BaseExtensionType):
         return _converter(kind.storage_type)
     if types.is_struct(kind):

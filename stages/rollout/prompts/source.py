@@ -183,9 +183,8 @@ class PromptSource:
         while len(prompts) < count:
             batch = []  # never more prompts than are missing, so that every visited prompt is served or skipped
             for _ in range(count - len(prompts)):
-                if (
-                    cursor == num_rows
-                ):  # checked only when the next prompt is read, so that rows appended before that join this epoch
+                # The epoch ends only when the next prompt is read, so rows appended before that still belong to it.
+                if cursor == num_rows:
                     epoch, cursor = epoch + 1, 0
                 batch.append(self._read_prompt(segments, epoch, cursor))
                 cursor += 1
@@ -299,7 +298,7 @@ class PromptSource:
             )
 
 
-# ---- order: pure functions of seeds and counters, which must never change, because a resumed run continues with it ---
+# ---- order of the rows: these pure functions must never change, because a resumed run computes the order again -------
 
 
 WHOLE = 1 << 32  # sum of the shares of all sources: a share is a sampling weight as an integer fraction of WHOLE
