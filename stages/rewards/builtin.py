@@ -256,14 +256,6 @@ def check_correct_option(label: str, metadata: dict[str, Any]) -> None:
         )
 
 
-def specifies_correct_option(label: str, metadata: dict[str, Any]) -> bool:
-    """Return whether a row specifies the correct option, in the label or in the metadata."""
-    return any(
-        str(value or "").strip()
-        for value in (label, *map(metadata.get, ("correct_letter", "correct_answer", "answer_text")))
-    )
-
-
 def _chosen_letter(text: str, letters: Sequence[str]) -> str | None:
     """Return the option letter that a response chooses: the letter in the first phrase such as "the answer is B", else
     the last of `letters` that occurs as an upper-case word, else None."""
