@@ -66,7 +66,7 @@ class StoredAdapters:
         return self._fetch(layer, "lora_A"), self._fetch(layer, "lora_B")
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
-        """Return the full weight of a layer with its adapter added."""
+        """Return `weight`, the base weight of a layer, with the layer's adapter added."""
         parts = part_of_row(self.layout, self.targets[layer])
         return merge(weight, *self.matrices(layer), parts, self.options.scale)
 
@@ -86,7 +86,7 @@ class MergedWeights:
 
     @contextmanager
     def open_parameter(self, name: str) -> Iterator[Tensor]:
-        """Yield a full parameter on the CPU, valid inside the `with` block only."""
+        """Yield a full parameter with its adapter added, on the CPU, valid inside the `with` block only."""
         layer = name.removesuffix(".weight")
         with self.base.open_parameter(name) as weight:
             yield self.adapters.merged(layer, weight) if layer in self.adapters.targets else weight

@@ -267,7 +267,8 @@ class ShardFile:
 
 
 def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Write a safetensors file and return its xxh3-128. `tensors` yields (name, tensor), in any order."""
+    """Write the safetensors file that `shard` plans, and return its xxh3-128 hash. `tensors` yields (name, tensor), in
+    any order."""
     with ShardFile(path, shard) as file:
         for name, tensor in tensors:
             file.write(name, tensor)

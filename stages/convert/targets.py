@@ -201,7 +201,7 @@ def check_free_space(store: Store, needed: int) -> None:
 
 @contextmanager
 def full_disk_as_store_error(store: Store) -> Iterator[None]:
-    """Convert the OSError of a full disk to a StoreError."""
+    """Convert the OSError of a full disk, raised in the `with` block, to a StoreError."""
     try:
         yield
     except OSError as error:
@@ -274,7 +274,7 @@ class FingerprintMemo(Frozen):
 
 
 def fingerprint_key(stat_hash: str) -> str:
-    """Return the key of the fingerprint of Hugging Face files with this `stat_hash`."""
+    """Return the store's key of the record with the fingerprint of Hugging Face files that have this `stat_hash`."""
     return f"models/sources/{stat_hash}.json"
 
 

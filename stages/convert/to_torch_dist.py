@@ -294,7 +294,8 @@ def _write_index(
     names: MegatronNames,
     spans: list[tuple[WorkUnit, tuple[tuple[int, int], ...]]],
 ) -> None:
-    """Write the index of a checkpoint and the two common files that Megatron needs (`write_common_files`)."""
+    """Write the index of a checkpoint and the two common files that Megatron needs (`write_common_files`). `spans`: the
+    work units, each with (first byte, length) of its slices in the file."""
     if isinstance(target, StoreTarget):  # only Penstock reads stores, and it does not need `_extra_state`
         iteration, objects = 0, []
     else:
@@ -349,7 +350,8 @@ def export_megatron(
 ) -> CheckpointRef:
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
-    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `iteration`: number of
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `names`: tensor names,
+    as in Megatron's local layers or in those of TransformerEngine. `iteration`: number of
     training iterations that Megatron shall find in the directory: the weights are written into a subdirectory such as
     `iter_0000020`. None: they are written into the subdirectory `release`, Megatron's name of a checkpoint to start
     training from.

@@ -421,8 +421,8 @@ def _slice_source_ranges(source_ranges: tuple[RowRange, ...], start_row: int, st
 def write_unit(
     target: Target, unit: WorkUnit, content: Callable[[Slice], Iterable[memoryview]], on_bytes: Callable[[int], object]
 ) -> WorkRecord:
-    """Write one file of a checkpoint into a target. Return the work record: the file, and the (first byte, length) in
-    the file of each slice."""
+    """Write one file of a checkpoint into a target. `content` yields the bytes of a slice; `on_bytes` is called with
+    the number of written bytes. Return the work record: the file, and (first byte, length) of each slice in it."""
     spans: list[tuple[int, int]] = []
 
     def write(directory: Path) -> dict[str, str]:

@@ -242,7 +242,7 @@ def loaded_rollout_stage(
     context: RolloutContext, prefix: str, round: RolloutRound, path: Path, point: ResumePoint, **options: Any
 ) -> Commit:
     """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`. The
-    position in --prompt-data does not change, and buffered groups stay buffered."""
+    position in --prompt-data and the buffered groups stay as they were before the round (`point`)."""
     seconds: dict[str, float] = {}
     state = point.state or SourceState(segments=()).model_dump(mode="json")
     with record_seconds(seconds, "prepare"):

@@ -257,9 +257,9 @@ class RolloutStream:
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int, limit: asyncio.Timeout) -> None:
-        """Wait until `number` finished groups have tokens of policy version `oldest` or newer, and no group that is
-        generated once more would get too old again before a later round can take it. `limit` gets the deadline of
-        --rollout-timeout, which does not count the time before the engines have policy version `oldest`."""
+        """Wait until `number` finished groups have tokens of policy version `oldest` or newer. Also wait for groups
+        that are generated once more because they got too old, if they would otherwise get too old again. `limit` gets
+        the deadline of --rollout-timeout; the time before the engines have policy version `oldest` does not count."""
         while True:
             if self.engine_version() >= oldest:  # otherwise even new groups would be too old
                 if limit.when() is None:

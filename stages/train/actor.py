@@ -236,7 +236,7 @@ class TrainActor:
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
-        log-prob and advantage of every trained token to `attempt`, if it is given."""
+        log-prob and advantage of every trained token under the store's key `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import read_table, write_trained_tokens

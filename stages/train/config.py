@@ -222,7 +222,8 @@ class TrainConfig(AlgorithmConfig):
         )
 
     def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
-        """Return the learning-rate schedule of a run of `num_steps` optimizer steps: lr_decay_iters, lr_warmup_iters.
+        """Return the learning-rate schedule of a run of `num_steps` optimizer steps (0: unknown): lr_decay_iters,
+        lr_warmup_iters.
 
         Raises:
             OptionError: the options contradict each other, or the schedule needs --lr-decay-iters.

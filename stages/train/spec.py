@@ -47,7 +47,7 @@ class TrainerSpec(BaseModel):
     engine: str = DEFAULT  # --engine: the inference engine that gets the weights
     store: str  # URI
     store_options: dict[str, Any] = {}
-    network_interface: str | None = None  # over which the ranks of several nodes communicate
+    network_interface: str | None = None  # the ranks of several nodes communicate over it
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 

@@ -212,7 +212,7 @@ class TrainerGroup:
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on one committed rollout, which gives policy `version + 1`. If `attempt` is given, the
-        log-prob and advantage of every trained token are written there."""
+        log-prob and advantage of every trained token are written under this key of the store."""
         results = self._call("train", rollout, version, attempt)
         return results[0].model_copy(update={"digest": _merge_digests([result.digest for result in results])})
 

@@ -521,7 +521,8 @@ def _equal_parsed(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _rename_argument(left: ParsedAnswer, right: ParsedAnswer) -> ParsedAnswer:
-    """Return f(t) = 2t as f(x) = 2x if `left` has the name f(x), and y = 2x as f(x) = 2x."""
+    """Return `right` with the names of `left`: f(t) = 2t as f(x) = 2x if `left` has the name f(x), and y = 2x as
+    f(x) = 2x."""
     names = left.name, right.name
     if {"".join(name) for name in names} == {"y", "f(x)"}:
         return replace(right, name=left.name)

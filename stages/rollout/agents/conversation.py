@@ -111,7 +111,7 @@ class Conversation:
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
         """Return a new conversation that starts with the first `num_turns` turns of this one. These turns are its
-        prompt, so they are not trained on."""
+        prompt, so they are not trained on. `blank`: a sample without response, which records the new conversation."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]
@@ -125,7 +125,8 @@ class Conversation:
         return chat_format(self.handle.tokenizer)
 
     def _parse_reply(self, start: int, stops: str | Sequence[str]) -> Message:
-        """Parse the reply whose first token is token `start` of the sample."""
+        """Parse the reply whose first token is token `start` of the sample. `stops`: stop strings, at which the text is
+        cut."""
         token_ids = self.sample.token_ids
         text = self._format.decode_reply(token_ids[start:], ended=self.sample.status is Status.COMPLETED)
         for stop in [stops] if isinstance(stops, str) else stops:
@@ -206,7 +207,8 @@ class AgentSession:
         template_options: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer one chat request. Several requests may run concurrently, all in the same event loop."""
+        """Answer one chat request. Several requests may run concurrently, all in the same event loop. `tools` and
+        `template_options` (variables) are for the chat template, `sampling` for the engine."""
         conversation, known = self._find_or_create_conversation(messages, tools, template_options or {})
         self._busy.add(conversation)
         num_turns = len(conversation.turns)

@@ -203,7 +203,7 @@ class CustomGeneration:
     def _checked_trajectory(self, origin: Sample, parts: Group, answers: list[EngineAnswer]) -> Group:
         """Check and return the samples `parts` that the function returned for `origin`. If any part was aborted, return
         only `origin` with status aborted; a single aborted part is returned with its tokens if the function can
-        continue it."""
+        continue it. `answers`: the engines' answers to requests that the function has sent itself."""
         aborted = any(part.status == Status.ABORTED or getattr(part, "aborted", False) for part in parts)
         if aborted and (len(parts) > 1 or not self.function.continues_partial):
             return [_aborted_copy(origin)]

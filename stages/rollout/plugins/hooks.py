@@ -94,7 +94,7 @@ def run_log_function(
     config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
 ) -> dict[str, float]:
     """Call the user-defined log function of rollouts or, if `data_set` is given, of evaluations. Return the metrics
-    that it adds; {} if `config` names no such function. Raises PluginError."""
+    that it adds; {} if `config` names no such function. `seconds`: duration of the rollout. Raises PluginError."""
     plugin = load_log_function(config, is_eval=data_set is not None)
     if plugin is None:
         return {}

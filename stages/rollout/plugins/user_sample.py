@@ -315,7 +315,8 @@ def _mask_and_logprobs(sample: UserSample) -> tuple[list[int], list[float]]:
 
 
 def _pad_to_all_tokens(sample: UserSample, value: Any, untouched: list[Any], name: str) -> list[Any] | None:
-    """Return `value` with one entry per token (0 for prompt tokens); None if the user function did not set it."""
+    """Return `value` with one entry per token (0 for prompt tokens); None if the user-defined function has not set it,
+    so that it is still the list `untouched`."""
     num_prompt, num_tokens, own = sample.prompt_length, len(sample.token_ids), len(sample._prompt_ids)
     if value is None or (value is untouched and len(untouched) == own and num_tokens != own):
         return None

@@ -179,7 +179,8 @@ def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
 
 
 def check_columns(record: Mapping[str, Any], where: str, columns: Columns) -> None:
-    """Check that a record has the columns of prompt and label. Raises DataError."""
+    """Check that a record has the columns of prompt and label. `where`: its file and row, for messages. Raises
+    DataError."""
     for key, flag in ((columns.prompt, "--input-key"), (columns.label, "--label-key")):
         if key and find_column(record, key) is None:
             inner = record.get(key.partition(".")[0])
@@ -273,7 +274,8 @@ Convert = Callable[[Any], Any]
 
 
 def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]:
-    """Return the values of a column. Raises DataError."""
+    """Return the values of a column as Python objects. The other arguments are for messages: file, number of the first
+    row, name of the column. Raises DataError."""
     convert = _converter(column.type)
     try:
         values = column.to_pylist()

@@ -229,8 +229,8 @@ class _Conversation:
         )
 
     def _locate_marks(self, index: int, marked: Message) -> tuple[int, int]:
-        """Render the conversation with message `index` replaced by `marked`, the same message with MARKs. Return where
-        the first and the last MARK would be in the text rendered without them (`text`)."""
+        """Render the conversation with message `index` replaced by `marked`, the same message with random strings
+        (MARK). Return where the first and the last of them would be in the text rendered without them (`text`)."""
         text = self._render_or_raise([*self.messages[:index], marked, *self.messages[index + 1 :]])
         before, mark, rest = text.partition(MARK)
         if not mark:
@@ -282,9 +282,9 @@ def _is_trained(message: Message) -> bool:
 
 
 def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
-    """Return an assistant message with MARK around each text of its content, reasoning and tool calls. Empty texts stay
-    empty, because templates test for them; with `also_empty`, the content gets two further MARKs, even if it is empty.
-    """
+    """Return an assistant message with the random string MARK before and after each text of its content, reasoning and
+    tool calls. Empty texts stay empty, because templates test for them; with `also_empty`, the content gets two further
+    MARKs, even if it is empty."""
     out = dict(message)
     for key in ("reasoning_content", "content"):
         if isinstance(message.get(key), str):
@@ -307,7 +307,8 @@ def _mark_values(value: Any) -> Any:
 
 
 def _surround_with_marks(text: Any) -> Any:
-    """Return `text` with MARK at its start and end; think tags, white space and values other than strings unchanged."""
+    """Return `text` with the random string MARK at its start and end; think tags, white space and values other than
+    strings are unchanged."""
     return (
         f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not THOUGHT_TAGS.fullmatch(text) else text
     )

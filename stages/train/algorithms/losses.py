@@ -140,9 +140,9 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def importance_weights(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    trainer_logprobs: Tensor,
+    logprobs: Tensor,  # [n] of the current policy
+    old_logprobs: Tensor,  # [n] of the policy before the update, by the trainer or the engine
+    trainer_logprobs: Tensor,  # [n] by the trainer, without gradient
     fields: TokenFields,
     samples: SegmentReducer,
     config: AlgorithmConfig,
