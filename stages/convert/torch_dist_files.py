@@ -58,7 +58,7 @@ from penstock.storage.errors import ModelError
 
 UNIT_BYTES = 512 << 20  # small enough that one unit is synced to disk while others are written
 EMPTY_OBJECT = "extra_state.distcp"  # the file of the empty `_extra_state` objects
-_STRIDE = 1 << 40  # offset between the row numbers of two source tensors of a parameter
+_STRIDE = 1 << 40  # rows of a parameter's source tensor i are numbered from i * _STRIDE on, so numbers are unique
 LOCAL_HEADER = 30  # bytes of a zip member's local header, without its name and extra field
 
 

@@ -59,7 +59,9 @@ class CustomReward:
             try:
                 model = self.target(path) if path is not None and _model_path_parameter(self.target) else self.target()
             except (Exception, SystemExit) as error:
-                raise PluginError(f"{self.name}: its constructor raises {type(error).__name__}: {error}") from error
+                raise PluginError(
+                    f"the constructor of {self.name} raises {type(error).__name__}: {error}; correct the constructor"
+                ) from error
             compute = getattr(model, METHOD)
             return lambda samples: compute([each.prompt for each in samples], [each.response for each in samples])
         args = SimpleNamespace(**{"reward_timeout": settings.timeout, **settings.arguments})

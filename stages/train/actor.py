@@ -348,8 +348,8 @@ class TrainActor:
         return None
 
     def offload(self, keep: tuple[StateKind, ...]) -> None:
-        """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. The kinds
-        of the policy's state in `keep` stay as they are. Later calls move the state that they need back."""
+        """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. `keep`:
+        kinds of the policy's state that stay where they are. Later calls move the state that they need back."""
         self._memory_switches += self.models.offload(keep)
 
     def memory_use(self) -> tuple[int, int]:

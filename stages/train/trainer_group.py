@@ -252,8 +252,8 @@ class TrainerGroup:
 
     def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
         """If ranks have models, move weights and optimizer state of policy and critic to host memory, and discard their
-        gradients. The kinds of the policy's state in `keep` stay as they are. Later calls move the state that they need
-        back."""
+        gradients. `keep`: kinds of the policy's state that stay where they are. Later calls move the state that they
+        need back."""
         with self.lock:
             if self._has_models():
                 self._call("offload", keep)

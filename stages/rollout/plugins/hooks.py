@@ -301,8 +301,8 @@ class _Rows:
             raise PluginError(f"{self.name} returned {type(returned).__name__}: return a dictionary of lists")
         if unknown := sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL})):
             raise PluginError(
-                f"{self.name} returned {', '.join(unknown)}, for which shards have no column, so a replay would lack "
-                f"them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
+                f"{self.name} returned {', '.join(unknown)}, which cannot be stored with the samples, so a replay "
+                f"would lack them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
             )
         if missing := [name for name in REQUIRED if name not in returned]:
             raise PluginError(f"{self.name} returned no {missing[0]}: return {', '.join(REQUIRED)}")

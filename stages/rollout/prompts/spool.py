@@ -36,7 +36,7 @@ Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEY
 
 class SpooledRows(Sequence[bytes]):
     """The rows of a file with one row per line, each read when it is accessed. The file stays open, so it may be
-    deleted. `offsets`: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]"""
+    deleted while it is used. `offsets`: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]"""
 
     def __init__(self, path: Path, offsets: np.ndarray, num_rows: int, num_bytes: int) -> None:
         self.offsets = offsets

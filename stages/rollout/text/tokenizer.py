@@ -222,7 +222,7 @@ def check_tokenizer(
     template_options: dict[str, Any] | None = None,
 ) -> PromptTokenizer:
     """Load a tokenizer, and render one question with its chat template. Raises TemplateError if the template is
-    missing, fails, exceeds RenderLimits, or does not write tool definitions."""
+    missing, fails, exceeds a limit (RenderLimits), or with `tools` does not write tool definitions."""
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
     if not apply_chat_template:
         return tokenizer
