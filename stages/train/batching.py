@@ -100,8 +100,7 @@ class Batch:
 
 def _column_offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
-    column = table[name].combine_chunks()
-    lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    lists = table[name].combine_chunks()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
 
@@ -153,9 +152,7 @@ def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | No
 
 def _number_by_first_appearance(table: pa.Table, name: str) -> np.ndarray:
     """Return the strings of a column as integers [B], numbered in order of first appearance."""
-    column = table[name].combine_chunks()
-    strings = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    return strings.dictionary_encode().indices.to_numpy().astype(np.int64)
+    return table[name].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from typing import Any
 
 from penstock.stages.plugins import DEFAULT_NAMES, Plugin
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.stages.rollout.plugins.user_sample import UserSample, as_list, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
@@ -306,7 +306,7 @@ class _Rows:
             )
         if missing := [name for name in REQUIRED if name not in returned]:
             raise PluginError(f"{self.name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
-        columns = {name: _to_list(values) for name, values in returned.items()}
+        columns = {name: as_list(values, f"{self.name} returned {name}, which") for name, values in returned.items()}
         if len(set(map(len, columns.values()))) != 1:
             text = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
             raise PluginError(f"{self.name} returned lists of different lengths ({text}): return one entry per row")
@@ -329,15 +329,10 @@ class _Rows:
         return indices
 
 
-def _to_list(values: Any) -> list[Any]:
-    """Return a list, an array or a tensor as a list."""
-    return list(values.tolist() if hasattr(values, "tolist") else values)
-
-
 def _numbers(values: Any, length: int, name: str) -> list[float]:
     """Return `length` finite numbers. Raises PluginError."""
     try:
-        numbers = [float(value) for value in _to_list(values)]
+        numbers = [float(value) for value in as_list(values, "the result")]
     except (TypeError, ValueError) as error:
         raise PluginError(f"{name} returned rewards that are not numbers ({error}): return lists of numbers") from None
     if len(numbers) != length or not all(map(math.isfinite, numbers)):

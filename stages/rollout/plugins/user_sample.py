@@ -286,7 +286,7 @@ def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
 
 def _token_ids(sample: UserSample) -> list[int]:
     try:
-        token_ids = [operator.index(token) for token in _as_list(sample.token_ids, "tokens")]
+        token_ids = [operator.index(token) for token in as_list(sample.token_ids, "tokens")]
     except TypeError as error:
         raise PluginError(f"the sample's tokens are not integers ({error}): set `tokens` to token ids") from None
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= LARGEST_TOKEN:
@@ -320,7 +320,7 @@ def _pad_to_all_tokens(sample: UserSample, value: Any, untouched: list[Any], nam
     num_prompt, num_tokens, own = sample.prompt_length, len(sample.token_ids), len(sample._prompt_ids)
     if value is None or (value is untouched and len(untouched) == own and num_tokens != own):
         return None
-    stream = _as_list(value, name)
+    stream = as_list(value, name)
     if len(stream) not in (num_tokens - num_prompt, num_tokens):
         raise PluginError(
             f"{name} has {len(stream)} entries for a response of {num_tokens - num_prompt} tokens after a prompt of "
@@ -370,8 +370,8 @@ def _json_copy(metadata: Any) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _as_list(value: Any, name: str) -> list[Any]:
-    """Return a list, tuple, array or tensor as a list."""
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a list, tuple, array or tensor as a list. Raises PluginError, whose message begins with `name`."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
         raise PluginError(f"{name} is a {type(value).__name__}: it must be a list")

@@ -163,6 +163,12 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
     return result
 
 
+def parse_canonical_row(row: bytes) -> tuple[Any, str, dict[str, Any], list[dict[str, Any]] | None]:
+    """Return prompt (text or messages), label, metadata and tools (None without tools) of a row in canonical JSON."""
+    prompt, label, metadata, *tools = json.loads(row)
+    return prompt, label, metadata, tools[0] if tools else None
+
+
 def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
     """Return the keys that lead to a column, or None if it is missing: `a.b` is the column `a.b` or, without such a
     column, the entry `b` of the column `a`."""
