@@ -573,8 +573,8 @@ def _equal_across_kinds(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _equal_clocks(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    """Return whether two clock times are equal, of which one has a.m. or p.m. and the other may not: 2:30 p.m. equals
-    2:30 and 14:30."""
+    """Return whether two clock times are equal if only one of them has a.m. or p.m.: 2:30 p.m. equals both 2:30 and
+    14:30."""
     named, plain = (left, right) if left.name else (right, left)
     hours = int(named.items[0].tokens[0])
     twelve = ParsedAnswer("value", (f"{(hours - 1) % 12 + 1}",))
