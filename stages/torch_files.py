@@ -16,7 +16,7 @@ from penstock.storage.errors import DataError, OptionError
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-def check_template(flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...] = ()) -> None:
+def check_template(flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...]) -> None:
     """Check a path with placeholders. Raises OptionError.
 
     Args:

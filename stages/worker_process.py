@@ -97,8 +97,8 @@ class WorkerProcess:
         return len(self._pending)
 
     def submit(self, job: Any, seconds: float) -> Future[Any]:
-        """Start a job that may take `seconds` (concurrent jobs: the longest limit of all), and return its result or
-        error: the InputError that the function raised, or WorkerLost."""
+        """Start a job that may take `seconds` (the longest limit of all concurrent jobs counts). Return a future of its
+        result, which raises the InputError that the function raised, or WorkerLost."""
         future: Future[Any] = Future()
         with self._lock:
             if self._fatal_error is not None:

@@ -206,7 +206,7 @@ class PartialModel:
 
 @dataclass
 class _Pack:
-    """One token sequence in the format of `pack_stream`."""
+    """One token sequence as `pack_stream` takes it, which prepares the input of Megatron's model."""
 
     token_ids: Tensor  # [T]
     position_ids: Tensor  # [T]
@@ -291,7 +291,8 @@ def _part_with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int
 def _transformers_log_probs(
     model_class: Any, directory: Path, shape: ModelShape, part: PartialModel, token_ids: Tensor
 ) -> Tensor:
-    """Return the log-probabilities that transformers computes, [T, V]."""
+    """Return the log-probabilities [T, V] that transformers computes for `part`, with the weights of a Hugging Face
+    directory."""
     # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
     config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
     layout, whole = tensor_layout(part.shape), tensor_layout(shape)
@@ -320,7 +321,8 @@ def _transformers_log_probs(
 
 @torch.no_grad()
 def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, token_ids: Tensor) -> Tensor:
-    """Return the log-probabilities that Megatron computes from a torch_dist checkpoint, [T, V]."""
+    """Return the log-probabilities [T, V] that Megatron computes for `part`, with the weights of a torch_dist
+    checkpoint."""
     weights = TorchDistWeights(directory, checkpoint_layout(shape))
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         init_parallel(0, 1, f"file://{scratch}/world", threads=torch.get_num_threads())

@@ -61,11 +61,12 @@ class StoredAdapters:
         self._weights = TorchDistWeights(directory, CheckpointLayout(slices, {}, shape.num_layers))
 
     def matrices(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Return A [parts * r, in] and B [out, r] of a layer."""
+        """Return the LoRA matrices A [parts * rank, in] and B [out, rank] of a layer, which may join several Hugging
+        Face modules (parts)."""
         return self._fetch(layer, "lora_A"), self._fetch(layer, "lora_B")
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
-        """Return the full weight of a layer with its adapter added."""
+        """Return `weight`, the base weight of a layer, with the layer's adapter added."""
         parts = part_of_row(self.layout, self.targets[layer])
         return merge(weight, *self.matrices(layer), parts, self.options.scale)
 
@@ -85,7 +86,7 @@ class MergedWeights:
 
     @contextmanager
     def open_parameter(self, name: str) -> Iterator[Tensor]:
-        """Yield a full parameter on the CPU, valid inside the `with` block only."""
+        """Yield a full parameter with its adapter added, on the CPU, valid inside the `with` block only."""
         layer = name.removesuffix(".weight")
         with self.base.open_parameter(name) as weight:
             yield self.adapters.merged(layer, weight) if layer in self.adapters.targets else weight
@@ -97,13 +98,14 @@ def base_commit(store: Store, checkpoint: Commit) -> Commit:
     data = store.read(key)
     if data is None:
         raise ModelError(
-            f"{checkpoint.attempt} has adapters for the weights {key}, which are not in the store: restore them"
+            f"{checkpoint.attempt} has adapters for the weights {key}, which are not in the store: restore them from a "
+            "backup"
         )
     return Commit.model_validate_json(data)
 
 
 def adapter_options(checkpoint: Commit | str | Path) -> LoraOptions | None:
-    """Return the options of a checkpoint's adapters, or None if it has all weights."""
+    """Return the options of a checkpoint's adapters, or None if the checkpoint has full weights."""
     options = checkpoint.state.get(ADAPTERS) if isinstance(checkpoint, Commit) else None
     return None if options is None else LoraOptions.model_validate(options)
 

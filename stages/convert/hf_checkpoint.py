@@ -61,8 +61,8 @@ class TensorInfo:
 
 
 class HFWeights:
-    """The weights of a Hugging Face directory (default: of all its weight files), read on demand. Thread-safe. A
-    context manager: it keeps files open."""
+    """The weights of a Hugging Face directory, or of some of its weight files (`files`), read on demand. Thread-safe.
+    Use it as a context manager, because it keeps files open."""
 
     def __init__(self, directory: str | Path, files: list[Path] | None = None) -> None:
         self.directory = Path(directory)
@@ -83,7 +83,7 @@ class HFWeights:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.clear()  # a map is closed when no memoryview refers to it
+        self._open.clear()  # a file is unmapped when no memoryview refers to it
 
     def fetch(self, name: str, num_rows: int | None = None) -> Tensor:
         """Return a tensor, or only its first `num_rows` rows."""
@@ -261,12 +261,14 @@ class ShardFile:
         self._num_hashed += info.num_bytes if is_next else 0
 
     def hash(self) -> str:
-        """Return the xxh3-128 of the closed file. The file is read only if tensors were not written in its order."""
+        """Return the xxh3-128 of the closed file. The file is read for this only if its tensors were not written in the
+        order of the file."""
         return self._digest.hexdigest() if self._num_hashed == self._end else hash_file(self.path)
 
 
 def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Write a safetensors file and return its xxh3-128. `tensors` yields (name, tensor), in any order."""
+    """Write the safetensors file that `shard` plans, and return its xxh3-128 hash. `tensors` yields (name, tensor), in
+    any order."""
     with ShardFile(path, shard) as file:
         for name, tensor in tensors:
             file.write(name, tensor)

@@ -31,7 +31,7 @@ RECORD = ".penstock.json"  # the commit record in a directory written by `pensto
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's file that names the current checkpoint of a directory
 RELEASE = "release"  # Megatron's name of an untrained checkpoint: subdirectory, and value in the tracker
 ASSETS_DIRECTORY = "hf_assets"  # inside a converted model: config.json, tokenizer, carried tensors
-METADATA = ".metadata"  # torch's index of a checkpoint; copied from `checkpoints.safe_load`, which imports torch
+METADATA = ".metadata"  # file name of torch's checkpoint index; equal to METADATA of safe_load.py, which imports torch
 # in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
 CARRIED = "carried.safetensors"
 ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
@@ -177,8 +177,8 @@ def read_record(store: Store, name: str) -> Commit | None:
 
 
 def origin_of_copy(directory: Path) -> dict[str, str]:
-    """Return the input `export` of a conversion if its source was written by `penstock export` or --save-hf: the key of
-    the files in a store that were exported. Return {} for other directories."""
+    """Return {"export": key of the exported files in their store} for a directory that `penstock export` or --save-hf
+    wrote, and {} for other directories. The commit of a conversion records it as an input."""
     record = read_record(*open_parent_store(str(directory)))
     if record is None or record.kind != "export":
         return {}
@@ -201,7 +201,7 @@ def check_free_space(store: Store, needed: int) -> None:
 
 @contextmanager
 def full_disk_as_store_error(store: Store) -> Iterator[None]:
-    """Convert the OSError of a full disk to a StoreError."""
+    """Convert the OSError of a full disk, raised in the `with` block, to a StoreError."""
     try:
         yield
     except OSError as error:
@@ -268,13 +268,13 @@ def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
 
 
 class FingerprintMemo(Frozen):
-    """Fingerprint of the source files with a certain `stat_hash`."""
+    """Record of the fingerprint of source files, so that unchanged files need not be read again."""
 
     fingerprint: str
 
 
 def fingerprint_key(stat_hash: str) -> str:
-    """Return the key of the fingerprint of Hugging Face files with this `stat_hash`."""
+    """Return the store's key of the record with the fingerprint of Hugging Face files that have this `stat_hash`."""
     return f"models/sources/{stat_hash}.json"
 
 

@@ -199,7 +199,8 @@ class ExportPlan:
         return [(source, tensor)] if is_copied else self.layout.to_hf(source, tensor)
 
     def _plan_exported_tensors(self, source: str, full: Tensor) -> list[NamedTensor]:
-        """Return names, dtypes and shapes of the exported tensors of `source`."""
+        """Return names, dtypes and shapes of the tensors that are exported from `source`: a Megatron parameter, or a
+        tensor that is copied."""
         parts = self._split(source, full)
         return [named for name, part in parts for named in self._plan_tensor_and_scales(source, name, part)]
 
@@ -216,8 +217,8 @@ class ExportPlan:
         return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
 
     def _convert_parameter(self, source: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the exported tensors of `source`, whose value is `parameter`, in the dtype of the
-        export; for tensors that are quantized to fp8, also their scales."""
+        """Yield names and values of the tensors that are exported from `source`, a parameter with the value
+        `parameter`, in the dtype of the export; for tensors that are quantized to fp8, also their scales."""
         for name, tensor in self._split(source, parameter):
             planned = self._plan_tensor_and_scales(source, name, tensor)
             if len(planned) == 1:

@@ -294,7 +294,8 @@ def _write_index(
     names: MegatronNames,
     spans: list[tuple[WorkUnit, tuple[tuple[int, int], ...]]],
 ) -> None:
-    """Write the index of a checkpoint and the two common files that Megatron needs (`write_common_files`)."""
+    """Write the index of a checkpoint and the two common files that Megatron needs (`write_common_files`). `spans`: the
+    work units, each with (first byte, length) of its slices in the file."""
     if isinstance(target, StoreTarget):  # only Penstock reads stores, and it does not need `_extra_state`
         iteration, objects = 0, []
     else:
@@ -333,7 +334,7 @@ def _check_result(
 
 
 class ImportMemo(Frozen):
-    """Name of the converted model that was imported from a directory with a certain state."""
+    """Record of the model that was imported from a Megatron checkpoint, so that it is not copied again."""
 
     identity: str
 
@@ -349,7 +350,8 @@ def export_megatron(
 ) -> CheckpointRef:
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
-    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `iteration`: number of
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `names`: tensor names,
+    as in Megatron's local layers or in those of TransformerEngine. `iteration`: number of
     training iterations that Megatron shall find in the directory: the weights are written into a subdirectory such as
     `iter_0000020`. None: they are written into the subdirectory `release`, Megatron's name of a checkpoint to start
     training from.
@@ -364,7 +366,7 @@ def export_megatron(
 def export_target(
     store: Store, checkpoint: Commit | str, origin: Origin, save: str, names: MegatronNames, iteration: int | None
 ) -> tuple[DirectoryTarget, str]:
-    """Return the target of `export_megatron`, and the identity of its result."""
+    """Return the target of `export_megatron`, and the name of its result, which depends on checkpoint and options."""
     if adapter_options(checkpoint) is not None:
         raise OptionError(
             "the checkpoint has LoRA adapters, which can be merged only in an export of Hugging Face files: export it "

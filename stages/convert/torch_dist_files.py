@@ -58,7 +58,7 @@ from penstock.storage.errors import ModelError
 
 UNIT_BYTES = 512 << 20  # small enough that one unit is synced to disk while others are written
 EMPTY_OBJECT = "extra_state.distcp"  # the file of the empty `_extra_state` objects
-_STRIDE = 1 << 40  # offset between the row numbers of two source tensors of a parameter
+_STRIDE = 1 << 40  # rows of a parameter's source tensor i are numbered from i * _STRIDE on, so numbers are unique
 LOCAL_HEADER = 30  # bytes of a zip member's local header, without its name and extra field
 
 
@@ -328,7 +328,7 @@ class WorkUnit:
 
 
 def plan_units(
-    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
+    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int
 ) -> list[WorkUnit]:
     """Plan the work units of a conversion from names, shapes and locations of the source's tensors. Deterministic:
     every process plans the same units for the same source."""
@@ -421,8 +421,8 @@ def _slice_source_ranges(source_ranges: tuple[RowRange, ...], start_row: int, st
 def write_unit(
     target: Target, unit: WorkUnit, content: Callable[[Slice], Iterable[memoryview]], on_bytes: Callable[[int], object]
 ) -> WorkRecord:
-    """Write one file of a checkpoint into a target. Return the work record: the file, and the (first byte, length) in
-    the file of each slice."""
+    """Write one file of a checkpoint into a target. `content` yields the bytes of a slice; `on_bytes` is called with
+    the number of written bytes. Return the work record: the file, and (first byte, length) of each slice in it."""
     spans: list[tuple[int, int]] = []
 
     def write(directory: Path) -> dict[str, str]:
@@ -442,7 +442,7 @@ def write_metadata(
     directory: Path,
     checkpoint: CheckpointLayout,
     units: Sequence[tuple[WorkUnit, Sequence[tuple[int, int]]]],
-    objects: Sequence[str] = (),
+    objects: Sequence[str],
 ) -> None:
     """Write the index (`.metadata`) of a checkpoint's slices. Deterministic: equal units give equal bytes.
 
@@ -464,7 +464,7 @@ def write_metadata(
         info = _StorageInfo(EMPTY_OBJECT, 0, (directory / EMPTY_OBJECT).stat().st_size)
         tensors |= {key: BytesStorageMetadata() for key in objects}
         storage |= {MetadataIndex(key): info for key in objects}
-    # an empty `storage_meta`: torch's has a random number and the directory's path, which may change later
+    # `storage_meta` stays empty: torch would write a random number and the directory's path, which may change later
     metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     with open(directory / METADATA, "wb") as file:
         pickle.dump(metadata, file)

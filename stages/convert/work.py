@@ -82,7 +82,7 @@ class ProgressFile:
 
 
 class WorkItems(Generic[W]):
-    """The work items of one conversion, and the records of the finished items."""
+    """The work items of one conversion (files to write or to hash), and the records of the finished items."""
 
     def __init__(self, target: Target, items: Sequence[W]) -> None:
         self.target, self.items = target, items

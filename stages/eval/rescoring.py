@@ -70,8 +70,8 @@ def rescore_stage(
     grader: Grader,
     *,
     max_response_len: int,
-    require_pass_rate: bool = False,
-    code_version: str = "",
+    require_pass_rate: bool,
+    code_version: str,
 ) -> Commit:
     """Grade a stored evaluation again and commit the result; return the existing commit if this was done before.
 
@@ -86,7 +86,7 @@ def rescore_stage(
     if old is None:
         raise RunError(
             f"run {source.keys.run!r} has no evaluation of policy version {source.version} on data set {source.name}: "
-            "choose one that exists with --version and --dataset"
+            "choose an existing evaluation with --version and --dataset"
         )
     target = replace(source, name=f"{source.name}@{scoring.hash}")
     if commit := store.committed(target.prefix):

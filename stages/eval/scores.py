@@ -322,7 +322,7 @@ def check_same_data(name: str, a: Commit, b: Commit) -> None:
         rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
         raise DataError(
             f"the data set {name} had {rows_a} rows in the first evaluation, and {rows_b} rows with different content "
-            "in the second, but a comparison needs the same prompts: repeat one evaluation with the other's file"
+            "in the second, but a comparison needs the same prompts: repeat one evaluation with the file of the other"
         )
 
 
@@ -337,7 +337,8 @@ class Gate:
 
 
 def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evaluations | None) -> list[Condition]:
-    """Return every condition of a promotion with the measured numbers and whether it is met."""
+    """Return every condition of a promotion with the measured numbers and whether it is met. `champion`: None if the
+    model has no champion yet; then only `gate.min_reward` applies."""
     required = {gate.data_set: gate.margin} | {name: -tolerance for name, tolerance in gate.guards.items()}
     for title, evaluations in (("candidate", candidate), ("champion", champion)):
         if evaluations is not None and (missing := [name for name in required if name not in evaluations]):

@@ -35,7 +35,7 @@ from penstock.storage.secrets import redact
 
 THINK_END = "</think>"
 MAX_LENGTH = 1000  # characters; longer answers are compared as text
-_MAX_TOKEN_LENGTH = 44
+_MAX_TOKEN_LENGTH = 44  # maximum characters of an end token
 _MARK = re.compile(r"\\boxed\s*(\{)?|[{}]")
 _BOXED_WORD = re.compile(r"[^\s$]+")
 _FRACTION = re.compile(r"\\frac(\d)(\d)(?!\d)")
@@ -180,13 +180,14 @@ def dapo(sample: Sample) -> dict[str, float]:
 
 
 def last_answer(response: str) -> str:
-    """Return the last `Answer: ...` of a response in Minerva's normal form."""
+    """Return the last `Answer: ...` of a response in the normal form of the Minerva paper (`to_minerva_form`)."""
     answers = _ANSWER.findall(strip_end_tokens(response[-_MAX_CHARACTERS:]))
     return to_minerva_form(answers[-1] if answers else "[INVALID]")
 
 
 def to_minerva_form(answer: str) -> str:
-    """Return the text after the last `=` of an answer in Minerva's normal form: without units, spaces and dollars."""
+    """Return the text after the last `=` of an answer in the normal form of the Minerva paper (arXiv 2206.14858):
+    without units, spaces and dollars."""
     answer = answer.rpartition("=")[2]
     for pattern, by in _REPLACEMENTS:
         answer = pattern.sub(by, answer)
@@ -253,14 +254,6 @@ def check_correct_option(label: str, metadata: dict[str, Any]) -> None:
             f"the label {label!r} names none of the {len(choices)} choices {', '.join(letters)}: give the letter, the "
             "text or the index of a choice, counted from 0"
         )
-
-
-def specifies_correct_option(label: str, metadata: dict[str, Any]) -> bool:
-    """Return whether a row specifies the correct option, in the label or in the metadata."""
-    return any(
-        str(value or "").strip()
-        for value in (label, *map(metadata.get, ("correct_letter", "correct_answer", "answer_text")))
-    )
 
 
 def _chosen_letter(text: str, letters: Sequence[str]) -> str | None:
@@ -362,7 +355,7 @@ def exact_number(sample: Sample) -> float:
 
 
 def to_integer(label: str) -> str:
-    """Return the digits of a label, with 2.00 as 2."""
+    """Return the integer that a label states as digits: 2.00 as 2. Raises RewardError if the label is no integer."""
     match = _WHOLE_NUMBER.fullmatch(label)
     if match is None:
         raise RewardError(
@@ -436,7 +429,7 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
 async def _post(url: str, body: dict[str, str], seconds: float) -> Any:
     global _session
     if _session is None:
-        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker_process.py limits them
+        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker_process.py limits the calls
     try:
         async with _session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
             if response.status >= 500 or response.status in _TRANSIENT_STATUS:

@@ -59,7 +59,9 @@ class CustomReward:
             try:
                 model = self.target(path) if path is not None and _model_path_parameter(self.target) else self.target()
             except (Exception, SystemExit) as error:
-                raise PluginError(f"{self.name}: its constructor raises {type(error).__name__}: {error}") from error
+                raise PluginError(
+                    f"the constructor of {self.name} raises {type(error).__name__}: {error}; correct the constructor"
+                ) from error
             compute = getattr(model, METHOD)
             return lambda samples: compute([each.prompt for each in samples], [each.response for each in samples])
         args = SimpleNamespace(**{"reward_timeout": settings.timeout, **settings.arguments})
@@ -132,10 +134,10 @@ class CheckedReward(NamedTuple):
 def check_custom_reward(
     path: str,
     *,
-    group_rm: bool = False,
-    rm_model_path: str | None = None,
+    group_rm: bool,
+    rm_model_path: str | None,
     required_package: str | None = None,
-    timeout: float = 300.0,
+    timeout: float,
 ) -> CheckedReward:
     """Import a user-defined reward in a subprocess, and check its signature. Results are cached."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}

@@ -150,7 +150,7 @@ class Grader:
 
 def check_reward_options(options: RolloutConfig) -> str | None:
     """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature. Return
-    the path of the user-defined reward, with the name of its function."""
+    the path of the user-defined reward, with the name of its function; None without one."""
     if options.rm_type is not None:
         get_checked_builtin_reward(options.rm_type, options.rm_url, options.reward_key)
     if options.custom_rm_path is None:

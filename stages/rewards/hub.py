@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.stages.rewards.builtin import (
+    check_correct_option,
     dapo,
     deepscaler,
     exact_number,
@@ -26,7 +27,10 @@ from penstock.stages.rewards.builtin import (
     last_boxed,
     math_answer,
     random_reward,
+    read_instructions,
     remote_rm,
+    to_integer,
+    to_minerva_number,
     token_f1,
     zero_reward,
 )
@@ -54,7 +58,7 @@ class RewardSettings:
     required_package: str | None = None  # package that must define the function at custom_rm_path
 
     @classmethod
-    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None = None) -> RewardSettings:
+    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None) -> RewardSettings:
         """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
         of user-defined functions."""
         return cls(
@@ -113,16 +117,36 @@ class BuiltinReward:
     remote: bool = False  # async function that requests the reward from the server at --rm-url
     options: tuple[str, ...] = ()  # fields of RewardSettings that are passed as keyword arguments
     keys: tuple[str, ...] = ()  # keys of the returned dictionary; --reward-key must name one of them
+    compares_label: bool = False  # compares the response with one text, the label, which every row must then have
+    answer_fields: tuple[str, ...] = ()  # metadata fields that may have the answer in place of the label
+    graded_format: str = ""  # text that a response must contain to get more than the lowest reward; "": none
+    # called with a row's label and metadata; raises RewardError if the reward cannot grade responses to this row
+    check_row: Callable[[str, dict[str, Any]], object] = lambda label, metadata: None
 
 
 REWARDS: dict[str, BuiltinReward] = {
-    "dapo": BuiltinReward(dapo, keys=("score", "acc")),
-    "deepscaler": BuiltinReward(deepscaler, options=("evaluated_integers",)),
-    "exact_number": BuiltinReward(exact_number, in_process=True),
-    "f1": BuiltinReward(token_f1),
-    "gpqa": BuiltinReward(gpqa),
-    "ifbench": BuiltinReward(ifbench),
-    "math": BuiltinReward(math_answer, options=("evaluated_integers",)),
+    "dapo": BuiltinReward(
+        dapo,
+        keys=("score", "acc"),
+        compares_label=True,
+        graded_format="Answer:",
+        check_row=lambda label, metadata: to_minerva_number(label),
+    ),
+    "deepscaler": BuiltinReward(
+        deepscaler, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"
+    ),
+    "exact_number": BuiltinReward(
+        exact_number, in_process=True, compares_label=True, check_row=lambda label, metadata: to_integer(label)
+    ),
+    "f1": BuiltinReward(token_f1, compares_label=True),
+    "gpqa": BuiltinReward(
+        gpqa,
+        compares_label=True,
+        answer_fields=("correct_letter", "correct_answer", "answer_text"),
+        check_row=check_correct_option,
+    ),
+    "ifbench": BuiltinReward(ifbench, check_row=lambda label, metadata: read_instructions(metadata)),
+    "math": BuiltinReward(math_answer, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"),
     "random": BuiltinReward(random_reward, in_process=True),
     "remote_rm": BuiltinReward(remote_rm, remote=True),
     "zero": BuiltinReward(zero_reward, in_process=True),
@@ -149,7 +173,7 @@ def get_builtin_reward(name: str) -> BuiltinReward:
         *args, sample = args_and_sample
         return reward.function(*args, replace(sample, response=last_boxed(sample.response) or ""), **options)
 
-    return replace(reward, function=grade_boxed_content)
+    return replace(reward, function=grade_boxed_content, graded_format=r"\boxed")
 
 
 def get_checked_builtin_reward(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:

@@ -62,7 +62,8 @@ def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
 
 
 def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_name: str) -> list[Outcome]:
-    """Return one outcome per sample from `values`, the list that the reward `reward_name` returned for all samples."""
+    """Return one outcome per sample from `values`, the list that the reward `reward_name` returned for all samples.
+    `reward_key`: see `parse_reward`."""
     if hasattr(values, "tolist") and getattr(values, "ndim", None) != 0:  # an array, a tensor or a series
         values = list(values)
     if not isinstance(values, list | tuple):
@@ -78,7 +79,8 @@ def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_
 
 
 def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcome:
-    """Return the outcome of one sample from `value`, the number or dictionary that the reward returned."""
+    """Return the outcome of one sample from `value`, the number or dictionary that the reward `reward_name` returned.
+    `reward_key`: key of the reward in a dictionary (--reward-key)."""
     rewards: dict[str, float] = {}
     if isinstance(value, Mapping):
         if reward_key is None or reward_key not in value:

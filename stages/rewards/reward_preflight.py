@@ -6,18 +6,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.stages.rewards.builtin import (
-    check_correct_option,
-    read_instructions,
-    specifies_correct_option,
-    to_integer,
-    to_minerva_number,
-)
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import (
     BOXED_PREFIX,
@@ -33,10 +26,6 @@ from penstock.storage.samples.sample import Sample, Status
 
 NUM_SAMPLES = 3  # number of test samples
 _CONNECT_TIMEOUT = 5.0  # seconds
-# Built-in reward -> what a response must contain to get more than the lowest reward.
-_GRADED_FORMAT = {"math": r"\boxed", "deepscaler": r"\boxed", "dapo": "Answer:"}
-_WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
-_COMPARES_LABEL = ("math", "deepscaler", "dapo", "f1", "gpqa", "exact_number")
 
 
 @dataclass(frozen=True)
@@ -49,15 +38,9 @@ class RewardRow:
     prompt: str = ""
 
 
-_CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
-    "dapo": lambda row: to_minerva_number(row.label),
-    "exact_number": lambda row: to_integer(row.label),
-    "gpqa": lambda row: check_correct_option(row.label, row.metadata),
-}
-
-
 def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None:
-    """Check that every row has an existing and allowed reward, and a label if it needs one. Errors name the row."""
+    """Check that the reward of every row exists and is allowed, and that the row has a label if its reward needs one.
+    Errors name the row."""
     for row in rows:
         try:
             _check_reward_of_row(options, row)
@@ -69,30 +52,23 @@ def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
     if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
     name = builtin_reward_name(row.metadata, options.rm_type)
-    get_checked_builtin_reward(name, options.rm_url, options.reward_key)
-    base_name = name.removeprefix(BOXED_PREFIX)
-    if base_name == "ifbench":
-        read_instructions(row.metadata)
-    if base_name == "gpqa":
-        has_label = specifies_correct_option(row.label, row.metadata)
-    else:
-        has_label = base_name in _WITHOUT_LABEL or bool(row.label.strip())
-    if not has_label:
+    reward = get_checked_builtin_reward(name, options.rm_url, options.reward_key)
+    answers = (row.label, *map(row.metadata.get, reward.answer_fields))
+    if reward.compares_label and not any(str(answer or "").strip() for answer in answers):
         column = f"fill its column {options.label_key!r}, or name another column with --label-key"
         fix = column if options.label_key else "name the column with the labels with --label-key"
         raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
-    if base_name in _COMPARES_LABEL and _is_json_of_texts(row.label):
+    if reward.compares_label and _is_json_of_texts(row.label):
         raise RewardError(
             f"the label {row.label:.100} is a JSON value with several texts, but the reward {name} compares only one "
             "text: name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
         )
-    if base_name in _CHECK_LABEL:
-        _CHECK_LABEL[base_name](row)
+    reward.check_row(row.label, row.metadata)
 
 
 def _is_json_of_texts(label: str) -> bool:
-    """Return whether a label is a JSON object or a JSON array with texts. (Labels of columns with such values are read
-    as JSON.)"""
+    """Return whether a label is a JSON object, or a JSON array with texts: the label of a column that holds
+    dictionaries or lists."""
     try:
         value = json.loads(label) if label.strip()[:1] in ("{", "[") else None
     except (ValueError, RecursionError):
@@ -100,14 +76,22 @@ def _is_json_of_texts(label: str) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, str | dict) for part in value))
 
 
+def _rows_with_builtin_reward(options: RolloutConfig, rows: Sequence[RewardRow]) -> list[tuple[RewardRow, str]]:
+    """Return the rows that a built-in reward grades, each with the name of its reward."""
+    return [
+        (row, builtin_reward_name(row.metadata, options.rm_type))
+        for row in rows
+        if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))
+    ]
+
+
 def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow], template: str = "") -> str | None:
     r"""Return a warning if a built-in reward grades only the answer in \boxed{} (`dapo`: after "Answer:"), but neither
     the prompts nor the chat template (whose default system message may) ask for it. Otherwise return None."""
-    graded = [row for row in rows if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))]
-    rewards = [builtin_reward_name(row.metadata, options.rm_type) for row in graded]
-    for name in dict.fromkeys(rewards):
-        text = r"\boxed" if name.startswith(BOXED_PREFIX) else _GRADED_FORMAT.get(name)
-        prompts = [row.prompt for row, reward in zip(graded, rewards) if reward == name]
+    graded = _rows_with_builtin_reward(options, rows)
+    for name in dict.fromkeys(name for _, name in graded):
+        text = get_builtin_reward(name).graded_format
+        prompts = [row.prompt for row, reward in graded if reward == name]
         if text and not any(text.lstrip("\\") in source for source in [template, *prompts]):
             return (
                 f"the reward {name} grades only the answer that a response has in {text}, but none of the first "
@@ -121,12 +105,9 @@ def unrewarded_labels_warning(options: RolloutConfig, rows: Sequence[RewardRow])
     """Return a warning if a built-in reward gives the lowest reward in every row, even to a response that consists of
     the label. Otherwise return None."""
     graded = [
-        (row, name)
-        for row in rows
-        if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))
-        and (name := builtin_reward_name(row.metadata, options.rm_type).removeprefix(BOXED_PREFIX)) in _COMPARES_LABEL
+        (row, name) for row, name in _rows_with_builtin_reward(options, rows) if get_builtin_reward(name).compares_label
     ]
-    if not graded or any(_is_rewarded(name, row) for row, name in graded):
+    if not graded or any(_is_rewarded(name.removeprefix(BOXED_PREFIX), row) for row, name in graded):
         return None
     row, name = graded[0]
     return (

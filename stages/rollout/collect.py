@@ -44,9 +44,10 @@ async def collect_groups(
     max_batches: int,
     on_kept: Callable[[], None] = lambda: None,
 ) -> CollectedGroups:
-    """Generate sampling batches of at least `num_groups` groups until `num_groups` are kept, then abort those in
-    flight. Every requested group ends in exactly one list of the result: kept, dropped with a reason, or buffered
-    (aborted, or finished after enough groups were kept; the filter is not called for these)."""
+    """Generate sampling batches of `batch_size` groups until `num_groups` groups are kept, then abort the groups in
+    flight. `on_kept` is called after every kept group. Every requested group ends in exactly one list of the result:
+    kept, dropped with a reason, or buffered (aborted, or finished after enough groups were kept; the filter is not
+    called for buffered groups)."""
     num_batches = 0
     async with asyncio.TaskGroup() as tasks:
         groups = GroupsInFlight(runner, group_filter, tasks, num_needed=num_groups, on_kept=on_kept)
@@ -247,7 +248,7 @@ def flatten_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[Base
 
 @contextmanager
 def record_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Store the duration of the `with` block in `seconds[name]`, in seconds."""
+    """Store the duration of the `with` block in `seconds[name]`."""
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start

@@ -286,12 +286,13 @@ class RolloutConfig(GenerationConfig):
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
-    """With --opd-type engine: address of a server of --engine with the teacher, such as http://10.0.0.7:30000; its
-    model must have the policy's tokenizer. Default: the run starts an engine with the model of --opd-teacher-load."""
+    """On-policy distillation with --opd-type engine: address of the teacher's server, such as http://10.0.0.7:30000. It
+    must be a server of the engine that --engine names, and its model must have the policy's tokenizer. Default: the run
+    starts an engine with the model of --opd-teacher-load."""
 
     opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
-    """Number of GPUs of the teacher's engine, which the run starts for --opd-type engine with --opd-teacher-load; they
-    follow the GPUs of trainer and engines. On a machine without GPUs the engine is a process on the CPU."""
+    """Number of GPUs of the teacher's engine, which the run starts for --opd-type engine with --opd-teacher-load, next
+    to the GPUs of trainer and engines. On a machine without GPUs the engine is a process on the CPU."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number

@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 def sft_data_stage(
-    context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None = None
+    context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None
 ) -> Commit:
-    """Commit the next `rollout_batch_size` conversations as a round, unless it is committed; return its commit."""
+    """Commit the next `rollout_batch_size` conversations as a round, unless the round is committed; return its commit.
+    `state`: data position after the previous round; None: the start of the data."""
     if commit := context.store.committed(prefix):
         return commit
     seconds: dict[str, float] = {}
@@ -121,11 +122,10 @@ def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piec
     return pieces
 
 
-# Metadata about the run that generated a sample, which is not loaded, because it would be wrong in another run.
-_OF_ORIGIN = ("policy_spans", "start_rollout_id", "num_prompt_tokens")
-
-
 # ---- files of --save-debug-rollout-data ------------------------------------------------------------------------------
+
+# Metadata about the run that generated a sample. It is not loaded, because it would be wrong in another run.
+_OF_ORIGIN = ("policy_spans", "start_rollout_id", "num_prompt_tokens")
 
 
 def save_rollout_file(store: Store, commit: Commit, path: Path, rollout_id: int | str) -> None:
@@ -242,7 +242,7 @@ def loaded_rollout_stage(
     context: RolloutContext, prefix: str, round: RolloutRound, path: Path, point: ResumePoint, **options: Any
 ) -> Commit:
     """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`. The
-    position in --prompt-data does not change, and buffered groups stay buffered."""
+    position in --prompt-data and the buffered groups stay as they were before the round (`point`)."""
     seconds: dict[str, float] = {}
     state = point.state or SourceState(segments=()).model_dump(mode="json")
     with record_seconds(seconds, "prepare"):
@@ -265,8 +265,8 @@ def loaded_rollout_stage(
 
 
 def number_samples(groups: Sequence[Group], rollout_id: int, state: dict[str, Any]) -> list[Sample]:
-    """Set the ids of all samples to the next ids after the data source's position `state`, and return the samples. Like
-    prompts of a custom data source, their prompts belong to no file."""
+    """Set the ids of all samples to the next ids after the data source's position `state`, and return the samples. The
+    metadata field `source` says that their prompts are not from a file of --prompt-data."""
     for issue, group in enumerate(groups, state["issued"]):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in group))}
         parts = dict.fromkeys(numbers, 0)

@@ -38,8 +38,8 @@ from penstock.storage.secrets import redact
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # finish reason -> status
 TEACHER_CONCURRENCY = 64  # requests in flight to the teacher
 
-# Context manager that keeps the run's engine with the teacher running, and yields a function that returns its address,
-# or nothing while the engine restarts.
+# Returns a context manager that keeps the run's engine with the teacher model running. It yields a function, which
+# returns a list with the engine's address, or an empty list while the engine restarts.
 ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
@@ -232,7 +232,7 @@ class EngineCalls:
     counts: TokenCounts = field(default_factory=TokenCounts)  # token counts of all requests
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the same engines for a copy of the `args` of a function."""
+        """Return this object: a copy of the `args` of a user-defined function uses the same engines."""
         return self
 
     @property
@@ -423,7 +423,8 @@ def make_grader(config: RolloutConfig) -> Grader:
 
 @dataclass(eq=False)
 class Teacher:
-    """Adds the log-probs of a teacher's server to samples. Must be created in the event loop that calls `score`."""
+    """Adds the log-probs of a teacher model, which a server computes, to samples. Must be created in the event loop
+    that calls `score`."""
 
     client: EngineClient
     name: str  # name of the server in messages
@@ -456,7 +457,8 @@ class Teacher:
 async def open_teacher(
     config: RolloutConfig, serving: ServingTeacher | None, round: RolloutRound
 ) -> AsyncIterator[Teacher | None]:
-    """Yield the client of the teacher; None in evaluations, and if the run has no teacher."""
+    """Yield the teacher; None in evaluations, and if the run has none. `serving`: starts the run's own engine for it;
+    None: the teacher's server is --opd-teacher-url."""
     url = resolve_secrets(config.opd_teacher_url)
     if round.kind == "eval" or (serving is None and url is None):
         yield None

@@ -12,14 +12,14 @@ from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.group import GroupRunner, policy_spans
 from penstock.storage.samples.sample import Sample, Status
 
-_LONG_TEXT = 10_000  # number of characters at the end of a text that are checked for repetition
+_LONG_TEXT = 10_000  # a response with more characters is checked for repetition in its last 10,000 characters
 _REPETITION = 10.0  # zlib's compression ratio above which a text counts as repetitive
 PREVIEW_CHARS = 2000  # maximum characters of a prompt, response, label or error in the sample preview
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics (name -> value) of samples, and of groups whose rewards are all equal (which have no advantage
-    in GRPO)."""
+    """Return the metrics (name -> value) of a round's samples: rewards, statuses, errors and lengths, and the number of
+    groups whose rewards are all equal, which have no advantage in GRPO."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     tails = [sample.response[-_LONG_TEXT:].encode() for sample in samples if len(sample.response) > _LONG_TEXT]
     num_repetitive = sum(len(tail) / len(zlib.compress(tail)) > _REPETITION for tail in tails)
@@ -100,9 +100,9 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[st
 
 
 def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt, after
-    `runner` has finished; groups read from the journal do not count. `seconds`: duration of each phase of the round
-    (prepare, generate, ...)."""
+    """Return the metrics of generation speed, prefix-cache hits and speculative decoding of a round, after `runner` has
+    finished. Groups that an earlier attempt generated (read from the journal) do not count. `seconds`: duration of each
+    phase of the round (prepare, generate, ...)."""
     counts = runner.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
     return speculation_metrics(counts) | {
@@ -116,7 +116,8 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dic
 
 
 def speculation_metrics(counts: TokenCounts) -> dict[str, float]:
-    """Return tokens per verification and the fraction of draft tokens accepted; {} without verified draft tokens."""
+    """Return the metrics of speculative decoding: tokens per verification, and the fraction of draft tokens that were
+    accepted; {} without draft tokens."""
     if counts.proposed == 0:
         return {}
     return {

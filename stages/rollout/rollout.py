@@ -110,7 +110,7 @@ class RolloutContext:
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
-    serving_teacher: ServingTeacher | None = None  # None: --opd-teacher-url, or no teacher
+    serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
 
 
@@ -128,7 +128,7 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
     In a run forked with new data (`restart_data`), the first round after the fork starts at the beginning of the data
     without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
     In a run forked with changed rollout options (`discard_responses`), the buffered groups lose their responses, and
-    get the number of samples per prompt that the fork has.
+    are resized to the fork's number of samples per prompt.
     """
     if rollout_id == 0:
         return ResumePoint()
@@ -169,7 +169,7 @@ def rollout_stage(
     summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
     """Generate, grade and commit `num_prompts` groups (default: `rollout_batch_size`) under the store's `prefix`,
-    unless that is committed. Return the commit, whose metrics `summarize` computes.
+    unless this prefix is committed already. Return the commit. `summarize` computes metrics of its samples.
 
     Raises ValueError (changed prompt data, an invalid user-defined function), RuntimeError or ConnectionError (the
     engines or all samples failed, or the filter kept too few groups), TimeoutError after --rollout-timeout, and
@@ -228,10 +228,10 @@ async def generate_round(
     journal: Journal,
     grader: Grader,
     num_groups: int,
-    data_set: str | None = None,
+    data_set: str | None,
 ) -> RoundResult:
-    """Generate and grade groups until `num_groups` are kept, then run the hooks. `data_set`: name of
-    an evaluation's data set; None: a rollout."""
+    """Generate and grade groups until `num_groups` are kept, then call the user-defined functions that get all groups
+    of a round. `data_set`: name of an evaluation's data set; None: a rollout."""
     start, counters = time.perf_counter(), context.read_counters()
     config = context.config
     hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt
@@ -311,9 +311,9 @@ async def open_runner(
 
 
 def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: RolloutRound) -> tuple[list[Sample], int]:
-    """Return the samples of the kept groups, and the number of their tokens that are masked because they are older than
-    `max_staleness`. With `mask_offpolicy_in_partial_rollout`, all tokens that earlier policies generated are masked,
-    too. Raises RuntimeError if all samples have failed."""
+    """Return the samples of the kept groups, and the number of tokens that are masked because they are more than
+    `max_staleness` policy versions old. With `mask_offpolicy_in_partial_rollout`, all tokens that earlier policies
+    generated are masked, too; the number does not count them. Raises RuntimeError if all samples have failed."""
     samples = [sample for group in groups for sample in group]
     failures = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failures) == len(samples):
@@ -332,9 +332,9 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: Roll
 def state_of_round(
     result: RoundResult, intake: PromptIntake, samples: Sequence[Sample], round: RolloutRound, num_shown: int
 ) -> dict[str, Any]:
-    """Return the commit's state: `data_source` (its position), `shown` (a preview of `num_shown` samples), and, unless
-    they are empty, `adopted_groups` (ids of groups taken from the journal), `dropped` (id, drop reason and source row
-    of every dropped group), `max_staleness` and `updates_in_flight`."""
+    """Return the commit's state: `data_source` (position in the data), `shown` (a preview of `num_shown` samples), and,
+    unless they are empty, `adopted_groups` (ids of groups taken from the journal), `dropped` (id, drop reason and
+    source row of every dropped group), `max_staleness` and `updates_in_flight`."""
     adopted = sorted(result.runner.adopted)
     dropped = [
         {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}

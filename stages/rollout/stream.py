@@ -6,7 +6,8 @@ Everything else is the same: the round's commit holds the samples to train on, t
 buffer every group that was started but not used, so a restart issues no prompt twice and loses none.
 
 A token that is more than `max_staleness` policy versions older than the policy that is trained on it is masked. A group
-whose tokens are all too old is generated once more; rounds then wait for it before it gets too old again.
+whose tokens are all too old is generated once more. A round waits for such a group if the group would otherwise get too
+old a second time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Taken:
 class RolloutStream:
     """Generates groups in a thread from `start` to `close`. After an exception in `run_round`, close the stream and
     create another one, which continues after the last committed round. The stream's thread enters the context manager
-    `engines`; `engine_version` returns the policy version of all engines, which other threads update."""
+    `engines`. Other threads load new weights into the engines; `engine_version` returns the policy version that all
+    engines have loaded. `prefix_of` returns a round's prefix in the store."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class RolloutStream:
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and wait until the engines serve."""
+        """Start the thread, and wait until it can generate. Raises its error if it fails before that."""
         self._thread.start()
         self._ready.wait()
         self._raise_failure()
@@ -199,8 +201,8 @@ class RolloutStream:
                 self.runner.journal.flush()
 
     async def _fill(self) -> None:
-        """Start groups whenever more of them could be trained on, before they get too old, than are in flight or
-        unused."""
+        """Keep as many groups in flight or waiting as this round and the later rounds need that may train on tokens of
+        the engines' current policy version."""
         config, groups, version = self.context.config, self.groups, self.engine_version()
         max_dropped = config.max_waves * config.rollout_batch_size
         surplus = max(0, (config.over_sampling_batch_size or 0) - config.rollout_batch_size)
@@ -241,7 +243,7 @@ class RolloutStream:
             ) from None
         finished = self.groups.finished
         finished.sort(key=lambda flight: flight.version if is_repeated(flight) else math.inf)  # stable
-        taken = finished[:size]  # `_end_round` removes them; until then `_fill` counts them
+        taken = finished[:size]  # they stay in `finished` until `_end_round`, because `_fill` must count them
         kept = sorted((flight.group or [] for flight in taken), key=lambda group: group[0].group_id)
         for sample in (sample for group in kept for sample in group if sample.rollout_id != rollout_id):
             sample.metadata.setdefault("start_rollout_id", sample.rollout_id)
@@ -255,9 +257,9 @@ class RolloutStream:
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int, limit: asyncio.Timeout) -> None:
-        """Wait until `number` finished groups have tokens of policy version `oldest` or newer, and no group that is
-        generated once more would get too old again before a later round can take it. `limit` gets the deadline of
-        --rollout-timeout, which does not count the time before the engines have policy version `oldest`."""
+        """Wait until `number` finished groups have tokens of policy version `oldest` or newer. Also wait for groups
+        that are generated once more because they got too old, if they would otherwise get too old again. `limit` gets
+        the deadline of --rollout-timeout; the time before the engines have policy version `oldest` does not count."""
         while True:
             if self.engine_version() >= oldest:  # otherwise even new groups would be too old
                 if limit.when() is None:
@@ -270,8 +272,9 @@ class RolloutStream:
             await self.groups.wait_for_change()
 
     def _must_await_repeated_groups(self, oldest: int, number: int) -> bool:
-        """Return whether the round must wait for groups that are generated once more: if it took the finished ones now
-        (at most `number`), more would remain than later rounds can take before they get too old."""
+        """Return whether the round must wait for groups that are generated once more. It must if, after it has taken
+        `number` finished groups, more repeated groups remain than later rounds can take before the groups get too old.
+        """
         running = [flight.version for flight in self.groups.running if is_repeated(flight)]
         finished = [flight.version for flight in self.groups.finished if is_repeated(flight)]
         for version in {*running, *finished}:

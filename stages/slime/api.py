@@ -1,5 +1,5 @@
-"""The functions and classes that user-defined functions import from slime, another trainer, implemented with Penstock's
-own. slime_modules.py lists the names under which slime has them.
+"""The functions and classes that user-defined functions import from slime, another trainer, implemented with functions
+of Penstock. slime_modules.py lists the names under which slime has them.
 
 Functions that generate need the `args` of a generate or rollout function, because these have the engines of the round.
 """
@@ -24,7 +24,7 @@ from penstock.stages.rewards.hub import builtin_reward_name, get_builtin_reward
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample
 from penstock.storage.errors import PluginError
 
-REQUEST_SECONDS = 3600.0  # a response of an engine may take long
+REQUEST_SECONDS = 3600.0  # timeout of a request; an engine may take long for a response
 BOX_CHARACTERS = 100  # characters at the end of a response in which a strict verification looks for the answer
 
 

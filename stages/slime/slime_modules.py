@@ -86,7 +86,7 @@ MODULES: dict[str, dict[str, str]] = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds and makes the modules of the table."""
+    """Finds and creates the modules that `MODULES` lists."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

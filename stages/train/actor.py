@@ -64,7 +64,7 @@ class TrainActor:
         self._joined = False
         self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
         self._urls: list[str] = []  # addresses of the engines that get the weights
-        # the client is kept, because it holds process groups
+        # One client for all publications, because it holds the process groups that connect the rank with the engines.
         self._engines: EngineClient = engine_backend(self.spec.engine).connect(lambda: self._urls)
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
         self._memory_switches: list[MemorySwitch] = []  # since the last call of `take_memory_switches`
@@ -201,8 +201,8 @@ class TrainActor:
                 adapters.
             checkpoint: commit of the checkpoint; None = load `base`.
             auxiliary: commits of the reference and teacher models, and of the adapters that a run starts with. A
-                reference that --ref-update-interval replaced is read from `checkpoint` instead. If it has no reference,
-                a policy with adapters uses `base` as its reference.
+                reference that --ref-update-interval replaced is read from `checkpoint` instead. Without a reference in
+                `auxiliary`, a policy with adapters uses `base` as its reference.
         """
         import ray
 
@@ -236,7 +236,7 @@ class TrainActor:
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
-        log-prob and advantage of every trained token to `attempt`, if it is given."""
+        log-prob and advantage of every trained token under the store's key `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import read_table, write_trained_tokens
@@ -348,8 +348,8 @@ class TrainActor:
         return None
 
     def offload(self, keep: tuple[StateKind, ...]) -> None:
-        """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. The kinds
-        of the policy's state in `keep` stay as they are. Later calls move the state that they need back."""
+        """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. `keep`:
+        kinds of the policy's state that stay where they are. Later calls move the state that they need back."""
         self._memory_switches += self.models.offload(keep)
 
     def memory_use(self) -> tuple[int, int]:

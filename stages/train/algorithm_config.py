@@ -165,8 +165,8 @@ class AlgorithmConfig(StageConfig):
     # ---- auxiliary models --------------------------------------------------------------------------------------------
 
     ref_load: str | None = option(None)
-    """Checkpoint of the reference model (Hugging Face or torch_dist) with the policy's sizes; default: the starting
-    weights. Without --load, the policy also starts from this checkpoint."""
+    """Checkpoint of the reference model (Hugging Face or torch_dist), which must have the policy's architecture and
+    sizes; default: the starting weights. Without --load, the policy also starts from this checkpoint."""
 
     ref_update_interval: int | None = option(None, ge=1)
     """Replace the reference by the current policy every N rounds; default: never."""
@@ -396,6 +396,6 @@ class AlgorithmConfig(StageConfig):
         )
         yield (
             self.use_routing_replay and self.rollout_data_postprocess_path is not None,
-            "--use-routing-replay records experts in micro-batches, which --rollout-data-postprocess-path may change: "
-            "use --use-rollout-routing-replay",
+            "--use-routing-replay records experts per micro-batch, but --rollout-data-postprocess-path may change the "
+            "micro-batches: use --use-rollout-routing-replay",
         )

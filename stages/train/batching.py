@@ -100,8 +100,7 @@ class Batch:
 
 def _column_offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
-    column = table[name].combine_chunks()
-    lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    lists = table[name].combine_chunks()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
 
@@ -110,14 +109,14 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
 
     Raises:
-        RunError: a trained sample has none.
+        RunError: a trained sample has no teacher log-probs.
     """
     offsets, values = _column_offsets_and_values(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(
             "the rollout has samples without a teacher's log-probs, because it was generated without a teacher: start "
-            "a new run with --opd-teacher-url and the same --opd-type"
+            "a new run with --opd-type engine, and --opd-teacher-load or --opd-teacher-url"
         )
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
@@ -153,9 +152,7 @@ def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | No
 
 def _number_by_first_appearance(table: pa.Table, name: str) -> np.ndarray:
     """Return the strings of a column as integers [B], numbered in order of first appearance."""
-    column = table[name].combine_chunks()
-    strings = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    return strings.dictionary_encode().indices.to_numpy().astype(np.int64)
+    return table[name].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------

@@ -71,9 +71,9 @@ class Models:
         self.reference, self.refreshed = self.policy.snapshot_weights(), True
 
     def offload(self, keep: Collection[StateKind] = ()) -> list[MemorySwitch]:
-        """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. The kinds
-        of the policy's state in `keep` stay as they are. Reference and teacher are always in host memory.
-        Return time and memory use of the moves."""
+        """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. `keep`:
+        kinds of the policy's state that stay where they are. Reference and teacher are always in host memory. Return
+        time and memory use of the moves."""
         switches = [self.policy.offload([kind for kind in STATE_KINDS if kind not in keep])]
         if self.critic is not None:
             switches.append(self.critic.offload(STATE_KINDS))

@@ -1,6 +1,6 @@
 """Options of the trainer except those of the algorithm: batches, optimizer, numerics, parallelism, placement.
 
-The number of rounds and the data are options of other stages.
+The number of rounds is an option of the run, and the data are options of the rollout.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class TrainConfig(AlgorithmConfig):
     """Warm-up as a fraction of --lr-decay-iters, in place of --lr-warmup-iters."""
 
     lr_decay_iters: int | None = option(None, ge=1)
-    """Optimizer steps until --min-lr is reached, including the warm-up; default: the steps of all --num-rollout rounds,
-    with the value of --num-rollout when the run starts."""
+    """Optimizer steps until --min-lr is reached, including the warm-up; default: all steps of the --num-rollout rounds
+    with which the run was started."""
 
     weight_decay: float = option(0.01, ge=0)
     """Decoupled weight decay of matrices (not of norms and biases)."""
@@ -222,7 +222,8 @@ class TrainConfig(AlgorithmConfig):
         )
 
     def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
-        """Return the learning-rate schedule of a run of `num_steps` optimizer steps: lr_decay_iters, lr_warmup_iters.
+        """Return the learning-rate schedule of a run of `num_steps` optimizer steps (0: unknown): lr_decay_iters,
+        lr_warmup_iters.
 
         Raises:
             OptionError: the options contradict each other, or the schedule needs --lr-decay-iters.

@@ -44,7 +44,7 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
             own_bins = list(range(rank, len(bins), size))
         microbatches = [pack(batch, rows[bins[index]].tolist()) for index in own_bins]
         for packed in microbatches:
-            packed.stream = engine.pack_stream(packed)  # now, because a copy to the GPU would interrupt the passes
+            packed.stream = engine.pack_stream(packed)  # copied to the GPU now: later it would interrupt training
         steps.append(
             [packed.to_local(engine.device, packed.stream.pack_slice, engine.context_group) for packed in microbatches]
         )

@@ -109,7 +109,7 @@ class PolicyRestorer:
         base_key = self.base.key
         if has_adapters(checkpoint) or self.group.spec.config.lora:
             base_key = adapter_base(self.store, self.keys, version, self.base.key)
-            checkpoint = checkpoint if has_adapters(checkpoint) else None  # else the checkpoint is the base
+            checkpoint = checkpoint if has_adapters(checkpoint) else None  # else its weights are the base
         base = self._read_model(base_key) if checkpoint is None or has_adapters(checkpoint) else None
         with self.group.lock:
             self.group.ensure_started()

@@ -17,9 +17,9 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.commit import FileRecord, Frozen
 
-AuxiliaryModel = Literal["reference", "teacher", "adapter"]  # not trained, except that adapters start from "adapter"
+AuxiliaryModel = Literal["reference", "teacher", "adapter"]  # "adapter": the adapters that the policy starts with
 
-# Kinds of state that a rank's method needs on the device; methods that are not listed need none.
+# The kinds of state (weights, gradients, optimizer) that a rank's method needs on the device. Other methods need none.
 NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "load": STATE_KINDS,
     "train": STATE_KINDS,
@@ -29,7 +29,7 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "publish": ("weights",),
     "export": ("weights",),
 }
-# Methods before which engines on the same devices free their memory. Before `publish` they have already freed it.
+# Methods before which engines on the same devices free their memory. Engines have freed it already before `publish`.
 FREES_ENGINES_MEMORY = ("load", "train", "save", "optimizer_digest", "export")
 # Methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's.
 POLICY_METHODS = ("publish", "export")
@@ -47,7 +47,7 @@ class TrainerSpec(BaseModel):
     engine: str = DEFAULT  # --engine: the inference engine that gets the weights
     store: str  # URI
     store_options: dict[str, Any] = {}
-    network_interface: str | None = None  # over which the ranks of several nodes communicate
+    network_interface: str | None = None  # the ranks of several nodes communicate over it
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 
@@ -98,7 +98,7 @@ class TrainResult(BaseModel):
     steps: list[dict[str, float]]  # metrics of each optimizer step
     seconds: dict[str, float]  # phase -> wall-clock seconds
     digest: dict[str, str]  # parameter shard -> hash of its bits
-    fingerprint: dict[str, Any]  # hardware, libraries, layout, options: with weights and data, they determine all bits
+    fingerprint: dict[str, Any]  # hardware, libraries, layout and options: with weights and data they fix every bit
     files: list[FileRecord] = []  # written by rank 0: log-prob and advantage of every trained token
     notes: list[str] = []  # files that the rank's diagnostics have written
 

@@ -56,7 +56,7 @@ class TrainedRound:
     batch: Batch  # the rollout, with the loss masks that were applied
     experience: Experience
     estimate: Estimate
-    logprobs: Tensor | None  # [N] float64, the trainer's: before the update or, if not computed then, during the update
+    logprobs: Tensor | None  # [N] float64, by the trainer before the update or, if not computed then, in the update
 
 
 def train_rollout(

@@ -212,7 +212,7 @@ class TrainerGroup:
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on one committed rollout, which gives policy `version + 1`. If `attempt` is given, the
-        log-prob and advantage of every trained token are written there."""
+        log-prob and advantage of every trained token are written under this key of the store."""
         results = self._call("train", rollout, version, attempt)
         return results[0].model_copy(update={"digest": _merge_digests([result.digest for result in results])})
 
@@ -252,8 +252,8 @@ class TrainerGroup:
 
     def offload(self, keep: tuple[StateKind, ...] = ()) -> None:
         """If ranks have models, move weights and optimizer state of policy and critic to host memory, and discard their
-        gradients. The kinds of the policy's state in `keep` stay as they are. Later calls move the state that they need
-        back."""
+        gradients. `keep`: kinds of the policy's state that stay where they are. Later calls move the state that they
+        need back."""
         with self.lock:
             if self._has_models():
                 self._call("offload", keep)

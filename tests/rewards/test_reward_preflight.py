@@ -60,6 +60,7 @@ def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], r
     [
         ({"rm_type": "math"}, GOOD),
         ({"rm_type": "random"}, RewardRow("r")),
+        ({"rm_type": "zero"}, RewardRow("r")),
         ({}, RewardRow("r", "5", {"rm_type": "boxed_math"})),
         ({"custom_rm_path": "mine.py"}, RewardRow("r")),
         ({"rm_type": "gpqa"}, RewardRow("r", "", {"correct_letter": "B"})),

@@ -242,8 +242,10 @@ def test_groups_lost_by_data_source_are_dropped_with_reason(tmp_path: Path, toke
     commits = [bench.round(r, client=SlowClient) for r in range(3)]
     assert all(not commit.num_samples(BUFFER) for commit in commits)
     for commit in commits:
-        assert [group["reason"] for group in commit.state["dropped"]] == ["not kept by the data source"] * 3
-    assert any(sample.metadata.get("own") for commit in commits for sample in trained(bench, commit))
+        dropped = commit.state["dropped"]
+        assert [group["reason"] for group in dropped] == ["not kept by the data source"] * 3
+        sources = [group["source"] for group in dropped] + [s.metadata["source"] for s in trained(bench, commit)]
+        assert any(source["row"] == -1 for source in sources), "the group of the source's own prompt is in every round"
     assert not problems_of(bench)
 
 

@@ -434,9 +434,10 @@ def test_conversion_that_splits_samples_is_trained_row_by_row(plugin_bench: Any,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("data['metadata'] = [{}] * 16", "returned metadata, for which shards have no column"),
-        ("data['round_number'] = data['truncated']", "returned round_number, for which shards have no column"),
+        ("data['metadata'] = [{}] * 16", "returned metadata, which cannot be stored"),
+        ("data['round_number'] = data['truncated']", "returned round_number, which cannot be stored"),
         ("del data['rewards']", "returned no rewards"),
+        ("data['truncated'] = 5", "returned truncated, which is a int: it must be a list"),
         ("data['rewards'].pop()", r"lists of different lengths \(16 tokens"),
         ("data['rewards'][3] = float('nan')", "rewards that are not finite"),
         ("data['sample_indices'][0] = 99", "the sample index 99 for 8 samples"),

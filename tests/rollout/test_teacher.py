@@ -163,7 +163,7 @@ def test_trainer_reads_the_stored_log_probs() -> None:
 
 def test_missing_log_probs_and_those_of_other_tokens_are_refused() -> None:
     table = to_table([sample()])
-    with pytest.raises(RunError, match="generated without a teacher: start a new run with --opd-teacher-url"):
+    with pytest.raises(RunError, match="generated without a teacher: start a new run with --opd-type engine"):
         read_teacher_logprobs(table, Batch.from_table(table, needs_rewards=True))
     with pytest.raises(PluginError, match="teacher_logprobs has length 3, but there are 4 tokens"):
         to_table([sample(teacher_logprobs=[0.0, 0.0, -1.0])])

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.experience import TokenFields
 from penstock.stages.train.algorithms.losses import (
-    KL_TYPES,
     LOSSES,
     KLType,
     custom_loss,
@@ -28,6 +27,7 @@ from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
 from tests.train.test_advantages import naive_kl
 
+KL_TYPES = get_args(KLType)
 LENGTHS = [3, 1, 6, 2, 4]
 NAMES = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
 

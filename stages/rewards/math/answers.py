@@ -521,7 +521,8 @@ def _equal_parsed(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _rename_argument(left: ParsedAnswer, right: ParsedAnswer) -> ParsedAnswer:
-    """Return f(t) = 2t as f(x) = 2x if `left` has the name f(x), and y = 2x as f(x) = 2x."""
+    """Return `right` with the names of `left`: f(t) = 2t as f(x) = 2x if `left` has the name f(x), and y = 2x as
+    f(x) = 2x."""
     names = left.name, right.name
     if {"".join(name) for name in names} == {"y", "f(x)"}:
         return replace(right, name=left.name)
@@ -572,8 +573,8 @@ def _equal_across_kinds(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _equal_clocks(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    """Return whether two clock times are equal, of which one has a.m. or p.m. and the other may not: 2:30 p.m. equals
-    2:30 and 14:30."""
+    """Return whether two clock times are equal if only one of them has a.m. or p.m.: 2:30 p.m. equals both 2:30 and
+    14:30."""
     named, plain = (left, right) if left.name else (right, left)
     hours = int(named.items[0].tokens[0])
     twelve = ParsedAnswer("value", (f"{(hours - 1) % 12 + 1}",))
@@ -624,7 +625,8 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _rename_constant(tokens: list[str], others: list[str]) -> list[str]:
-    """Rename the constant of integration c in `x^2 + c` to C if `others` has C. The c of `ax + c` is none."""
+    """Rename the constant of integration c in `x^2 + c` to C if `others` has C. The c of `ax + c` stays, because it may
+    be a coefficient like a."""
     letters = {token for token in tokens if len(token) == 1 and token.isalpha()} - {"e", "i", "d"}
     if len(letters) != 2 or "c" not in letters or not {"C", f"{WORD}C"} & set(others):
         return tokens
@@ -632,12 +634,13 @@ def _rename_constant(tokens: list[str], others: list[str]) -> list[str]:
 
 
 def _to_text(tokens: Sequence[str]) -> str:
-    """Join the tokens to a text in lower case, without an article, brackets and punctuation."""
+    """Join the tokens to a text in lower case, without spaces, brackets and punctuation."""
     return "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}[].,").lower()
 
 
 def _prose_key(tokens: Sequence[str]) -> str:
-    """Return a text for comparison: without an article and the plural of a phrase, and with a number at the end."""
+    """Return the words of an answer as one text for comparison: without a leading article and the final s of a phrase;
+    a number at the beginning is moved to the end."""
     words = [token.removeprefix(WORD).lower() for token in tokens if token not in "{}."]
     if len(words) > 1 and words[0] in ("the", "a", "an"):
         words = words[1:]

@@ -41,7 +41,7 @@ _GROUPS = {  # opening token: closing token and the operation of the group
     "|": ("|", "abs"),
 }  # fmt: skip
 _COMMANDS = {rf"\{name}" for name in FUNCTIONS} | commands("floor ceil abs")
-# Other commands have a meaning that is not a product: A \subset B is not B \subset A.
+# Other commands are refused, because their operands do not commute like factors: A \subset B is not B \subset A.
 _SYMBOLS = commands(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
     "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega infty hbar ell overline overrightarrow hat "
@@ -85,7 +85,7 @@ class _Parser(TokenReader):
     closing = ""  # token that closes the innermost group
 
     def parse(self, level: int = 0) -> Node:
-        """Parse the operators of _LEVELS[level] and of the higher levels."""
+        """Parse the operators of _LEVELS[level] and of the higher levels, which bind more strongly."""
         if level == len(_LEVELS):
             return self.parse_sign()
         node = self.parse(level + 1)
@@ -259,7 +259,7 @@ def _is_number(token: str) -> bool:
 
 
 def _is_matrix(node: Node) -> bool:
-    """Return whether a node is a capital letter or its inverse."""
+    """Return whether a node may be a matrix: a capital letter, or its inverse."""
     base = node[1] if node[0] == "^" and node[2] == ("-", ("number", Fraction(1))) else node
     return bool(base[0] == "symbol" and base[1].isupper())
 
@@ -454,7 +454,8 @@ def _root(value: Value, degree: Value) -> Value:
 
 
 def _check_factorials(*values: Value) -> bool:
-    """Return whether the operands of a factorial or a binomial coefficient are natural numbers."""
+    """Return whether the operands of a factorial or a binomial coefficient are natural numbers. Raises ExpressionError
+    if one is too large."""
     if max(map(abs, values)) > _MAX_FACTORIAL:
         raise ExpressionError(f"the operand of a factorial is larger than {_MAX_FACTORIAL}")
     return all(isinstance(value, Fraction) and value.denominator == 1 and value >= 0 for value in values)

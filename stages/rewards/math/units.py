@@ -191,7 +191,8 @@ def join_compound(tokens: Sequence[str]) -> list[str] | None:
 
 
 def _begin_of_unit(tokens: Sequence[str], letters: bool) -> int:
-    """Return the index of the first token that can begin a unit after a value, or the number of tokens."""
+    """Return the index of the first token that can begin a unit after a value, or the number of tokens. `letters`: as
+    in `split_unit`."""
     for begin, token in enumerate(tokens):
         if (
             token.startswith(WORD)

@@ -111,7 +111,7 @@ class Conversation:
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
         """Return a new conversation that starts with the first `num_turns` turns of this one. These turns are its
-        prompt, so they are not trained on."""
+        prompt, so they are not trained on. `blank`: a sample without response, which records the new conversation."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]
@@ -125,7 +125,8 @@ class Conversation:
         return chat_format(self.handle.tokenizer)
 
     def _parse_reply(self, start: int, stops: str | Sequence[str]) -> Message:
-        """Parse the reply whose first token is token `start` of the sample."""
+        """Parse the reply whose first token is token `start` of the sample. `stops`: stop strings, at which the text is
+        cut."""
         token_ids = self.sample.token_ids
         text = self._format.decode_reply(token_ids[start:], ended=self.sample.status is Status.COMPLETED)
         for stop in [stops] if isinstance(stops, str) else stops:
@@ -206,7 +207,8 @@ class AgentSession:
         template_options: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer one chat request. Several requests may run concurrently, all in the same event loop."""
+        """Answer one chat request. Several requests may run concurrently, all in the same event loop. `tools` and
+        `template_options` (variables) are for the chat template, `sampling` for the engine."""
         conversation, known = self._find_or_create_conversation(messages, tools, template_options or {})
         self._busy.add(conversation)
         num_turns = len(conversation.turns)
@@ -277,7 +279,8 @@ class AgentSession:
         """Return the conversation that `messages` continue (forked or created if needed), and how many of `messages`
         this conversation already contains."""
         keys = [_message_comparison_key(message) for message in messages]
-        # best match: (shared messages, whether they end at the last turn and none is busy, conversation, shared turns)
+        # Best match: (number of shared messages, whether they include the last turn and no request is in flight, the
+        # conversation, number of shared turns).
         best: tuple[int, bool, Conversation, int] | None = None
         for conversation in self._conversations:
             if (conversation.tools, conversation.template_options) != (list(tools), options):
@@ -332,7 +335,7 @@ class ChatFormat:
         self._tags = frozenset(i for i, token in added.items() if not THOUGHT_TAGS.fullmatch(token.content))
         question = {"role": "user", "content": "1+1"}
         thinking = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\n2"}
-        with suppress(TemplateError):  # the first real conversation will raise an error
+        with suppress(TemplateError):  # ignored here: the first real conversation will raise it
             if PLACEHOLDER not in self.render([question, thinking, question]):
                 logger.warning(
                     "the chat template drops the reasoning of earlier replies; multi-turn samples keep this reasoning, "
@@ -344,8 +347,8 @@ class ChatFormat:
         opening: Sequence[Message],
         reply: Message,
         messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        options: dict[str, Any] | None = None,
+        tools: Sequence[Any],
+        options: dict[str, Any],
     ) -> tuple[str, str]:
         """Return (closing text, between text): the text with which the template ends the turn of `reply`, and all text
         from the end of `reply` to the start of the model's next reply, which begins with the closing text.
@@ -388,7 +391,7 @@ class ChatFormat:
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether the tokens of a prompt end inside a thought (<think> without </think>). Only the text after
-        the last special token that is not such a tag counts, because earlier messages may mention the tags."""
+        the last special token that is not a thought tag counts, because earlier messages may mention these tags."""
         start = next((index for index in range(len(prompt), 0, -1) if prompt[index - 1] in self._tags), 0)
         tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
         return bool(tags) and "/" not in tags[-1]
@@ -423,4 +426,4 @@ def _text_after_placeholder(text: str) -> str:
     return after
 
 
-chat_format = functools.cache(ChatFormat)  # its warning is logged once per tokenizer
+chat_format = functools.cache(ChatFormat)  # cached, so that its warning is logged once per tokenizer

@@ -60,14 +60,15 @@ def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tu
                 calls, rest, end = [], "", 0
             wanted = _MARKERS
             answers.append(position)
-    for start in [*answers[:2], *answers[2:][-1:]]:  # not all: a model may repeat a tag
+    for start in [*answers[:2], *answers[2:][-1:]]:  # at most 3, because a model may repeat a tag many times
         if found := _read_untagged(text, start, tools):
             return text[:start].strip(), found[0]
     return ((rest + text[end:]).strip(), calls) if calls else (text, [])
 
 
 def _make_call(name: Any, arguments: Any) -> ToolCall | None:
-    """Return a tool call; null and empty text are the arguments of a function without arguments."""
+    """Return a tool call, or None if its name or arguments are invalid. Null and empty text are valid arguments of a
+    function without arguments."""
     if isinstance(arguments, str) and (parsed := _read_json(arguments, 0)) and not arguments[parsed[1] :].strip():
         arguments = parsed[0]
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
@@ -142,7 +143,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _function_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the inner object of a tool or call; some agents and models omit the outer one."""
+    """Return the entry `function` of a tool definition or tool call. Some agents and models send only this entry."""
     function = entry.get("function", entry)
     return function if isinstance(function, dict) else entry
 

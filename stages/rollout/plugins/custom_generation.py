@@ -203,7 +203,7 @@ class CustomGeneration:
     def _checked_trajectory(self, origin: Sample, parts: Group, answers: list[EngineAnswer]) -> Group:
         """Check and return the samples `parts` that the function returned for `origin`. If any part was aborted, return
         only `origin` with status aborted; a single aborted part is returned with its tokens if the function can
-        continue it."""
+        continue it. `answers`: the engines' answers to requests that the function has sent itself."""
         aborted = any(part.status == Status.ABORTED or getattr(part, "aborted", False) for part in parts)
         if aborted and (len(parts) > 1 or not self.function.continues_partial):
             return [_aborted_copy(origin)]
@@ -243,7 +243,7 @@ class CustomGeneration:
                 "the returned sample has no response tokens: generate them with engine.generate, or set `tokens` and "
                 "`rollout_log_probs`"
             )
-        for version in getattr(part, "weight_versions", ()):  # of requests that the function sent without EngineHandle
+        for version in getattr(part, "weight_versions", ()):  # of requests sent without EngineHandle
             if self.round.policy_version_of(version) is None:
                 raise RuntimeError(
                     f"{self.name} got a response generated with weight version {version!r}, but expected "
@@ -276,7 +276,8 @@ class EngineHandle(EngineCalls):
     _lock = threading.Lock()
 
     def conversation(self, sample: UserSample, **options: Any) -> Conversation:
-        """Return a chat that takes and returns messages, and records their tokens in `sample`."""
+        """Return a chat that takes and returns messages, and records their tokens in `sample`. `options`: `tools` and
+        `template_options` of `Conversation`."""
         return Conversation(self, sample, **options)
 
     def openai(self, sample: UserSample) -> AgentSession:

@@ -35,7 +35,7 @@ from typing import Any
 
 from penstock.stages.plugins import DEFAULT_NAMES, Plugin
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.stages.rollout.plugins.user_sample import UserSample, as_list, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
@@ -85,7 +85,7 @@ class Hooks:
         _apply_changes(pairs, self._sample_filter)
 
     def run_round_hook(self, groups: list[Group], source: Any) -> None:
-        """Call the hook `process_all` with all groups at the end of a round. Raises PluginError."""
+        """Call the function of --rollout-all-samples-process-path with all groups of a round. Raises PluginError."""
         if self._all_samples is not None:
             self._all_samples(self._args, _copy_groups(groups), source)
 
@@ -94,7 +94,7 @@ def run_log_function(
     config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
 ) -> dict[str, float]:
     """Call the user-defined log function of rollouts or, if `data_set` is given, of evaluations. Return the metrics
-    that it adds; {} if `config` names no such function. Raises PluginError."""
+    that it adds; {} if `config` names no such function. `seconds`: duration of the rollout. Raises PluginError."""
     plugin = load_log_function(config, is_eval=data_set is not None)
     if plugin is None:
         return {}
@@ -114,10 +114,10 @@ def run_log_function(
 def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin | None:
     """Load the log function of rollouts or evaluations, if `config` names it. Raises PluginError."""
     if is_eval:
-        parameters: tuple[str, ...] = ("rollout_id", "args", "data", "extra_metrics")
-        return _load_plugin(config, "custom_eval_rollout_log_function_path", *parameters)
-    parameters = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
-    return _load_plugin(config, "custom_rollout_log_function_path", *parameters)
+        option, parameters = "custom_eval_rollout_log_function_path", ["data", "extra_metrics"]
+    else:
+        option, parameters = "custom_rollout_log_function_path", ["samples", "rollout_extra_metrics", "rollout_time"]
+    return _load_plugin(config, option, "rollout_id", "args", *parameters)
 
 
 def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin | None:
@@ -172,15 +172,16 @@ OPTIONAL = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout
 
 
 def load_train_data_function(config: RolloutConfig) -> Plugin | None:
-    """Load the function of one of the two options, if one is given. Raises PluginError."""
+    """Load the function of --custom-reward-post-process-path or --custom-convert-samples-to-train-data-path; return
+    None without these options. Raises PluginError."""
     post_process = _load_plugin(config, "custom_reward_post_process_path", "args", "samples")
     return post_process or _load_plugin(config, "custom_convert_samples_to_train_data_path", "args", "samples")
 
 
 def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: PromptTokenizer) -> list[Sample]:
-    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. The
-    function gets only samples that have a reward; samples without one are not trained on, and are appended to the
-    result. Raises PluginError."""
+    """Return the samples to train on, as changed by the function of --custom-reward-post-process-path or
+    --custom-convert-samples-to-train-data-path; without these options, `samples`. The function gets only samples that
+    have a reward; the other samples are not trained on, and are appended to the result. Raises PluginError."""
     plugin = load_train_data_function(config)
     if plugin is None:
         return samples
@@ -189,7 +190,7 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
         return samples
     views = [UserSample.of(sample) for sample in graded]
     for index, view in enumerate(views):
-        view.index = index  # `sample_indices` refer to it
+        view.index = index  # the function returns this number in `sample_indices`
     returned = plugin(SimpleNamespace(**config.plugin_arguments()), views)
     if config.custom_reward_post_process_path:
         if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -205,8 +206,8 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
 
 
 class _Rows:
-    """The dictionary that a conversion returned: lists with one entry per row to train on. `sample_indices` refer to
-    `origins`, the samples that the function got."""
+    """The dictionary that a user-defined function has converted samples to: lists with one entry per row to train on.
+    `sample_indices` refer to `origins`, the samples that the function got."""
 
     def __init__(self, returned: Any, origins: Sequence[Sample], name: str, tokenizer: PromptTokenizer) -> None:
         self.name, self.origins, self.tokenizer = name, origins, tokenizer
@@ -220,8 +221,8 @@ class _Rows:
         trajectories = [origins[index].trajectory_id for index in self.index]
         if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
             raise PluginError(
-                f"{name} returned rollout_ids that differ between the rows of one generated sample, or are equal for "
-                "two: give the rows of one sample the same id, or return no rollout_ids"
+                f"{name} returned rollout_ids that differ between the rows of one sample, or are equal for two "
+                "samples: give the rows of each sample an id of their own, or return no rollout_ids"
             )
 
     def samples(self, taken: set[str]) -> list[Sample]:
@@ -252,7 +253,8 @@ class _Rows:
             logprobs = origin.rollout_logprobs
         if origin.routed_experts is not None and not is_same:
             raise PluginError(
-                "its tokens differ from the sample's, whose experts are recorded per token: return the sample's tokens"
+                "its tokens differ from the sample's, for which the engine has recorded the experts: return the "
+                "sample's tokens"
             )
         view = UserSample(
             tokens=tokens,
@@ -286,24 +288,25 @@ class _Rows:
         if logprobs is not None:
             return [0.0] * (num_tokens - len(logprobs)) + list(map(float, logprobs))
         if origin.teacher_logprobs is not None and not is_same:
-            raise PluginError("its tokens differ from the sample's: return the teacher_log_probs of its response")
+            raise PluginError("its tokens differ from the sample's: return the teacher_log_probs of these tokens")
         return origin.teacher_logprobs
 
     def _entry(self, name: str, row: int) -> Any:
         return self.columns[name][row] if name in self.columns else None
 
     def _columns(self, returned: Any) -> dict[str, list[Any]]:
-        """Return the columns as lists. Raises PluginError if they are not the known ones, or of different lengths."""
+        """Return the columns as lists. Raises PluginError if a column is unknown or missing, or if they differ in
+        length."""
         if not isinstance(returned, Mapping):
             raise PluginError(f"{self.name} returned {type(returned).__name__}: return a dictionary of lists")
         if unknown := sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL})):
             raise PluginError(
-                f"{self.name} returned {', '.join(unknown)}, for which shards have no column, so a replay would lack "
-                f"them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
+                f"{self.name} returned {', '.join(unknown)}, which cannot be stored with the samples, so a replay "
+                f"would lack them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
             )
         if missing := [name for name in REQUIRED if name not in returned]:
             raise PluginError(f"{self.name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
-        columns = {name: _to_list(values) for name, values in returned.items()}
+        columns = {name: as_list(values, f"{self.name} returned {name}, which") for name, values in returned.items()}
         if len(set(map(len, columns.values()))) != 1:
             text = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
             raise PluginError(f"{self.name} returned lists of different lengths ({text}): return one entry per row")
@@ -326,15 +329,10 @@ class _Rows:
         return indices
 
 
-def _to_list(values: Any) -> list[Any]:
-    """Return a list, an array or a tensor as a list."""
-    return list(values.tolist() if hasattr(values, "tolist") else values)
-
-
 def _numbers(values: Any, length: int, name: str) -> list[float]:
     """Return `length` finite numbers. Raises PluginError."""
     try:
-        numbers = [float(value) for value in _to_list(values)]
+        numbers = [float(value) for value in as_list(values, "the result")]
     except (TypeError, ValueError) as error:
         raise PluginError(f"{name} returned rewards that are not numbers ({error}): return lists of numbers") from None
     if len(numbers) != length or not all(map(math.isfinite, numbers)):

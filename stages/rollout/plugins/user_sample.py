@@ -53,7 +53,7 @@ ANSWERS: ContextVar[list[EngineAnswer] | None] = ContextVar("ANSWERS", default=N
 
 
 class JsonLabel(str):
-    """The label of a column of dictionaries: JSON text whose entries can also be read as in a dictionary."""
+    """A label that is a dictionary in the prompt data: JSON text whose entries can be read like a dictionary's."""
 
     def __getitem__(self, key: Any) -> Any:
         return json.loads(self)[key] if isinstance(key, str) else super().__getitem__(key)
@@ -76,7 +76,7 @@ class UserSample(Sample):
     group_index: int | None = None  # number of the prompt in the run
     index: int | None = None  # number of the sample in its group
 
-    # for functions written for another trainer; Penstock does not use them
+    # Attributes that functions written for another trainer may read; Penstock does not use them.
     session_id = generate_function_path = custom_rm_path = train_metadata = None
     multimodal_inputs = multimodal_train_inputs = rollout_routed_experts = None
     rollout_top_p_token_ids = rollout_top_p_token_offsets = None
@@ -103,7 +103,7 @@ class UserSample(Sample):
     def _start_response(self, prompt_length: int) -> None:
         self._prompt_ids = tuple(self.token_ids[:prompt_length])
         self._response_length, self._sets_length = len(self.token_ids) - prompt_length, False
-        # A field that is still this object after the call was not set by the user-defined function.
+        # A user-defined function has not set the loss mask or log-probs if they are still these list objects.
         self._untouched = (self.loss_mask, self.rollout_logprobs)
 
     @classmethod
@@ -142,7 +142,7 @@ class UserSample(Sample):
         references to them."""
         for name, untouched, earlier in zip(("loss_mask", "rollout_logprobs"), self._untouched, (1, math.nan)):
             values = getattr(self, name)
-            if values is None or (values is untouched and len(values) != len(self.token_ids)):  # of another prompt
+            if values is None or (values is untouched and len(values) != len(self.token_ids)):  # replaced prompt
                 setattr(self, name, [earlier] * self._response_length)
         super().extend(token_ids, logprobs, is_trained=is_trained)
         self._response_length += len(token_ids)
@@ -286,7 +286,7 @@ def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
 
 def _token_ids(sample: UserSample) -> list[int]:
     try:
-        token_ids = [operator.index(token) for token in _as_list(sample.token_ids, "tokens")]
+        token_ids = [operator.index(token) for token in as_list(sample.token_ids, "tokens")]
     except TypeError as error:
         raise PluginError(f"the sample's tokens are not integers ({error}): set `tokens` to token ids") from None
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= LARGEST_TOKEN:
@@ -315,11 +315,12 @@ def _mask_and_logprobs(sample: UserSample) -> tuple[list[int], list[float]]:
 
 
 def _pad_to_all_tokens(sample: UserSample, value: Any, untouched: list[Any], name: str) -> list[Any] | None:
-    """Return `value` with one entry per token (0 for prompt tokens); None if the user function did not set it."""
+    """Return `value` with one entry per token (0 for prompt tokens); None if the user-defined function has not set it,
+    so that it is still the list `untouched`."""
     num_prompt, num_tokens, own = sample.prompt_length, len(sample.token_ids), len(sample._prompt_ids)
     if value is None or (value is untouched and len(untouched) == own and num_tokens != own):
         return None
-    stream = _as_list(value, name)
+    stream = as_list(value, name)
     if len(stream) not in (num_tokens - num_prompt, num_tokens):
         raise PluginError(
             f"{name} has {len(stream)} entries for a response of {num_tokens - num_prompt} tokens after a prompt of "
@@ -369,8 +370,8 @@ def _json_copy(metadata: Any) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _as_list(value: Any, name: str) -> list[Any]:
-    """Return a list, tuple, array or tensor as a list."""
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a list, tuple, array or tensor as a list. Raises PluginError, whose message begins with `name`."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
         raise PluginError(f"{name} is a {type(value).__name__}: it must be a list")

@@ -41,8 +41,8 @@ class RolloutRound:
     policy_version: int  # policy version that the engines serve; a response of another version is an error
     kind: Kind = "rollout"  # or "eval"
     id_prefix: str = ""  # prefix of group and sample ids, so that the ids of evaluations and rollouts differ
-    max_staleness: int = 0  # maximum number of versions from the one that generates to the one that is trained
-    updates_in_flight: bool = False  # weights are updated while it generates: responses may have any policy version
+    max_staleness: int = 0  # maximum number of policy versions that a token may be older than the trained policy
+    updates_in_flight: bool = False  # engines load new weights during the round: responses may have any policy version
 
     @property
     def weight_version(self) -> str:
@@ -50,7 +50,7 @@ class RolloutRound:
         return f"{self.run}/{self.policy_version}"
 
     def policy_version_of(self, weight_version: str) -> int | None:
-        """Return the policy version of a response's weight version; None if the round must not use it."""
+        """Return the policy version of a response's weight version; None if the round must not use the response."""
         run, _, number = weight_version.rpartition("/")
         if self.updates_in_flight and run == self.run and number.isdecimal():
             return int(number)
@@ -132,7 +132,8 @@ def without_responses(group: Group) -> Group:
 
 
 def resized_group(group: Group, num_samples: int) -> Group:
-    """Return a group of `num_samples` samples without responses; added samples are copies of the first one."""
+    """Return a copy of a group with `num_samples` samples, without responses. If the group has fewer samples, the added
+    ones are copies of its first sample."""
     samples = without_responses(group)[:num_samples]
     for index in range(len(samples), num_samples):
         name = f"{samples[0].group_id}-{index:02d}"

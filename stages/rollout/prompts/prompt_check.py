@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
 from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
-from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS
+from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS, parse_canonical_row
 from penstock.stages.rollout.prompts.source import max_prompt_tokens
 from penstock.stages.rollout.text.loss_masks import Piece, check_messages_are_written, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -64,15 +64,14 @@ def check_rendered_rows(
     tokenizer: PromptTokenizer,
     *,
     is_sft: bool = False,
-    max_seq_len: int | None = None,
+    max_seq_len: int | None,
 ) -> None:
     """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
-    last, and the 32 longest rows."""
+    last, and the 32 longest rows. The other arguments are those of `check_prompt_data`."""
     half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
     longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
     for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):
-        content, _, _, *rest = json.loads(rows[number])
-        tools = rest[0] if rest else None
+        content, _, _, tools = parse_canonical_row(rows[number])
         uses_template = is_sft or config.apply_chat_template
         try:
             if tools and uses_template and "tools" not in tokenizer.chat_template_source(tools=True):
@@ -103,22 +102,22 @@ def read_first_rows(config: PromptConfig) -> list[RewardRow]:
 def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
     """Yield the fields that a reward reads, from rows in canonical JSON; messages become JSON text."""
     for number, row in enumerate(rows):
-        content, label, metadata, *_ = json.loads(row)
+        content, label, metadata, _ = parse_canonical_row(row)
         text = content if isinstance(content, str) else json.dumps(content)
         yield RewardRow(f"{path} row {number}", label, metadata, text)
 
 
 def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
     """Return the first prompt of --prompt-data as the model gets it, and its label."""
-    content, label, _, *rest = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
-    [text] = tokenizer.render([content], [rest[0] if rest else None])
+    content, label, _, tools = parse_canonical_row(_read_start(config, config.prompt_data[0], 1)[0])
+    [text] = tokenizer.render([content], [tools])
     return text, label
 
 
 def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -> list[Piece]:
     """Return the first conversation of --prompt-data as (text, whether it is trained) pieces."""
-    content, _, _, *rest = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
-    return split_trained_text(content, tokenizer, rest[0] if rest else None)
+    content, _, _, tools = parse_canonical_row(_read_start(config, config.prompt_data[0], 1)[0])
+    return split_trained_text(content, tokenizer, tools)
 
 
 def _read_start(config: PromptConfig, path: str, num_rows: int) -> Sequence[bytes]:

@@ -382,7 +382,8 @@ def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema,
 
 
 def field_names(fields: Iterable[pa.Field]) -> dict[str, Any]:
-    """Return the names of columns or of fields of a struct, each with the names inside it, or True if not a struct."""
+    """Return the names of columns, or of the fields of a struct. The value of a name is True or, for a struct, the
+    names of its fields."""
     return {field.name: field_names(field.type) if types.is_struct(field.type) else True for field in fields}
 
 

@@ -163,6 +163,12 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
     return result
 
 
+def parse_canonical_row(row: bytes) -> tuple[Any, str, dict[str, Any], list[dict[str, Any]] | None]:
+    """Return prompt (text or messages), label, metadata and tools (None without tools) of a row in canonical JSON."""
+    prompt, label, metadata, *tools = json.loads(row)
+    return prompt, label, metadata, tools[0] if tools else None
+
+
 def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
     """Return the keys that lead to a column, or None if it is missing: `a.b` is the column `a.b` or, without such a
     column, the entry `b` of the column `a`."""
@@ -171,7 +177,7 @@ def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
     for name, inner in record.items():
         if not key.startswith(f"{name}."):
             continue
-        if inner is None:  # null has no entries: the value of each is null
+        if inner is None:  # a null column: the value of `b` is null, too
             return [name]
         if isinstance(inner, dict) and (rest := find_column(inner, key[len(name) + 1 :])):
             return [name, *rest]
@@ -179,7 +185,8 @@ def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
 
 
 def check_columns(record: Mapping[str, Any], where: str, columns: Columns) -> None:
-    """Check that a record has the columns of prompt and label. Raises DataError."""
+    """Check that a record has the columns of prompt and label. `where`: its file and row, for messages. Raises
+    DataError."""
     for key, flag in ((columns.prompt, "--input-key"), (columns.label, "--label-key")):
         if key and find_column(record, key) is None:
             inner = record.get(key.partition(".")[0])
@@ -262,7 +269,7 @@ def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
 def _decimal_to_number(value: Any) -> int | float:
     if not isinstance(value, Decimal):
         raise TypeError(f"a {type(value).__name__}")
-    number: int | float = json.loads(format(value, "f"))  # as if the row were JSON
+    number: int | float = json.loads(format(value, "f"))  # the number that a JSON file with these digits has
     return number
 
 
@@ -273,7 +280,8 @@ Convert = Callable[[Any], Any]
 
 
 def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]:
-    """Return the values of a column. Raises DataError."""
+    """Return the values of a column as Python objects. The other arguments are for messages: file, number of the first
+    row, name of the column. Raises DataError."""
     convert = _converter(column.type)
     try:
         values = column.to_pylist()
@@ -289,7 +297,8 @@ def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]
 
 @lru_cache(maxsize=256)
 def _converter(kind: pa.DataType) -> Convert | None:
-    """Return the function that converts values, except None, of an Arrow type; None: values stay as they are."""
+    """Return the function that converts values of an Arrow type (except None) to values that JSON can express; None:
+    values stay as they are."""
     if isinstance(kind, pa.BaseExtensionType):
         return _converter(kind.storage_type)
     if types.is_struct(kind):

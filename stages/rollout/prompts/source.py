@@ -14,7 +14,6 @@ own epochs. prompt_files.py reads the rows.
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ import xxhash
 
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.prompt_files import read_prompt_files
+from penstock.stages.rollout.prompts.prompt_rows import parse_canonical_row
 from penstock.stages.rollout.prompts.spool import SpooledRows
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -183,9 +183,8 @@ class PromptSource:
         while len(prompts) < count:
             batch = []  # never more prompts than are missing, so that every visited prompt is served or skipped
             for _ in range(count - len(prompts)):
-                if (
-                    cursor == num_rows
-                ):  # checked only when the next prompt is read, so that rows appended before that join this epoch
+                # The epoch ends only when the next prompt is read, so rows appended before that still belong to it.
+                if cursor == num_rows:
                     epoch, cursor = epoch + 1, 0
                 batch.append(self._read_prompt(segments, epoch, cursor))
                 cursor += 1
@@ -225,8 +224,7 @@ class PromptSource:
         for index, segment in segments:
             if cursor < segment.rows:
                 row = segment.start + self._row_in_segment(index, segment, epoch, cursor)
-                content, label, metadata, *rest = json.loads(self.files[segment.file][row])
-                tools = rest[0] if rest else None
+                content, label, metadata, tools = parse_canonical_row(self.files[segment.file][row])
                 metadata |= {"tools": tools} if tools else {}
                 return Prompt(-1, epoch, segment.file, row, content, label, metadata, tools)
             cursor -= segment.rows
@@ -299,7 +297,7 @@ class PromptSource:
             )
 
 
-# ---- order: pure functions of seeds and counters, which must never change, because a resumed run continues with it ---
+# ---- order of the rows: these pure functions must never change, because a resumed run computes the order again -------
 
 
 WHOLE = 1 << 32  # sum of the shares of all sources: a share is a sampling weight as an integer fraction of WHOLE

@@ -36,7 +36,7 @@ Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEY
 
 class SpooledRows(Sequence[bytes]):
     """The rows of a file with one row per line, each read when it is accessed. The file stays open, so it may be
-    deleted. `offsets`: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]"""
+    deleted while it is used. `offsets`: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]"""
 
     def __init__(self, path: Path, offsets: np.ndarray, num_rows: int, num_bytes: int) -> None:
         self.offsets = offsets
@@ -97,9 +97,8 @@ def open_spooled_rows(
     parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, fingerprints: Sequence[str], cache: str | None
 ) -> Spooled:
     """Return the rows of an entry of --prompt-data from the cache (`--data-cache`; default: `penstock/prompts` in the
-    user's cache directory); if they are not there, write them first. `fingerprints` change when the source files
-    change.
-    Raises DataError."""
+    user's cache directory). If the cache does not have them, write them first. `fingerprints`: strings that change when
+    the source files change. Raises DataError."""
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     disk = _Cache(Path(cache or Path(user_cache, "penstock/prompts")))
     name = f"{_short_hash(entry, *astuple(columns))}-{_short_hash(FORMAT, *fingerprints)}"
@@ -119,14 +118,14 @@ def open_spooled_rows(
 
 @dataclass(frozen=True)
 class _Cache:
-    """The cache directory. For each data set, `<name>.rows` has the rows, and `<name>.npz` has the byte offset of each
-    row, the number of rows, and for each of FIRST_ROW_KEYS the number of the first row with this property."""
+    """The cache directory. For each data set, `<name>.rows` has the rows, and `<name>.npz` has the byte offset of every
+    STRIDE-th row, the number of rows, and for each of FIRST_ROW_KEYS the number of the first row with this property."""
 
     directory: Path
 
     def open(self, name: str) -> Spooled | None:
-        """Return the cached rows; None if they are missing or invalid. `<name>.npz` is written after `<name>.rows`, but
-        the size of `<name>.rows` is checked nevertheless."""
+        """Return the cached rows; None if a file is missing or damaged, or if `<name>.rows` does not have the size that
+        `<name>.npz` records."""
         rows, index = (self.directory / f"{name}{suffix}" for suffix in (".rows", ".npz"))
         try:
             with np.load(index, allow_pickle=False) as loaded:

@@ -78,7 +78,7 @@ def join_pieces(
     return token_ids, loss_mask
 
 
-def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> None:
+def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, tools: Tools) -> None:
     """Check that the chat template writes the content and the tool calls of every message: a random string at the end
     of each content, and in place of the arguments of each call, must be in the rendered text."""
     marked: Messages = []
@@ -172,14 +172,14 @@ class _Conversation:
         shared = _common_prefix(gap, tail)
         added = [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
         ends = [shared.rfind(token) + len(token) for token in added if token in shared]
-        if shared == gap or ends:  # the prompt may end with text that the whole conversation lacks: a reasoning tag
+        if shared == gap or ends:  # the prompt may end with a reasoning tag that the whole conversation does not have
             return content if is_start or shared == gap else position + max(ends)
         raise _cannot_locate_error(
             f"the text before message {index + 1} differs from the prompt rendered to generate this message"
         )
 
     def _first_span_start(self) -> int:
-        """Return the start of the span of the first message: after the last generation prompt before its text."""
+        """Return the start of the span of the first message: the end of the generation prompt before its text."""
         question = {"role": "user", "content": MARK}
         prompt, ended = (
             self._render_or_raise([question], prompt=prompt).rpartition(MARK)[2] for prompt in (True, False)
@@ -201,7 +201,12 @@ class _Conversation:
 
     def span_end(self, index: int) -> int:
         """Return the end in `text` of the span of the assistant message `messages[index]` that SFT trains on."""
-        marked, _, position = self._mark_and_locate(index)
+        marked = _mark_texts(self.messages[index])
+        try:
+            _, position = self._locate_marks(index, marked)
+        except _NotWrittenError:
+            marked = _mark_texts(self.messages[index], also_empty=True)
+            _, position = self._locate_marks(index, marked)
         closing = rest = self.text[position:]
         if index + 1 < len(self.messages):
             closing = self._render_or_raise([*self.messages[:index], marked]).rpartition(MARK)[2]
@@ -223,20 +228,9 @@ class _Conversation:
             + max((len(t) for t in self.tokenizer.end_tokens if following.startswith(t)), default=0)
         )
 
-    def _mark_and_locate(self, index: int) -> tuple[Message, int, int]:
-        """Return a copy of the assistant message `messages[index]` with MARK around each text of its content,
-        reasoning and tool calls, and the span in `text` (rendered without marks) from the first of them to the end of
-        the last."""
-        marked = _mark_texts(self.messages[index])
-        try:
-            return marked, *self._locate_marks(index, marked)
-        except _NotWrittenError:
-            marked = _mark_texts(self.messages[index], also_empty=True)
-            return marked, *self._locate_marks(index, marked)
-
     def _locate_marks(self, index: int, marked: Message) -> tuple[int, int]:
-        """Render the conversation with message `index` replaced by `marked`, the same message with MARKs. Return where
-        the first and the last MARK would be in the text rendered without them (`text`)."""
+        """Render the conversation with message `index` replaced by `marked`, the same message with random strings
+        (MARK). Return where the first and the last of them would be in the text rendered without them (`text`)."""
         text = self._render_or_raise([*self.messages[:index], marked, *self.messages[index + 1 :]])
         before, mark, rest = text.partition(MARK)
         if not mark:
@@ -288,8 +282,9 @@ def _is_trained(message: Message) -> bool:
 
 
 def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
-    """Return an assistant message with MARK around each text of its content, reasoning and tool calls. Empty texts stay
-    empty, because templates test for them; with `also_empty`, MARK is also appended to the content, twice."""
+    """Return an assistant message with the random string MARK before and after each text of its content, reasoning and
+    tool calls. Empty texts stay empty, because templates test for them; with `also_empty`, the content gets two further
+    MARKs, even if it is empty."""
     out = dict(message)
     for key in ("reasoning_content", "content"):
         if isinstance(message.get(key), str):
@@ -312,14 +307,15 @@ def _mark_values(value: Any) -> Any:
 
 
 def _surround_with_marks(text: Any) -> Any:
-    """Return `text` with MARK at its start and end; think tags, white space and values other than strings unchanged."""
+    """Return `text` with the random string MARK at its start and end; think tags, white space and values other than
+    strings are unchanged."""
     return (
         f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not THOUGHT_TAGS.fullmatch(text) else text
     )
 
 
 def _append_to_text(content: str, mark: str) -> str:
-    """Return a content with `mark` at its end, but before a </tool_response> at its end."""
+    """Return `content` with `mark` at its end; if the content ends with </tool_response>, `mark` precedes this tag."""
     end = _TOOL_RESPONSE_END.search(content)
     assert end is not None, "the pattern matches at the end of any text"
     return content[: end.start()] + mark + content[end.start() :]

@@ -56,14 +56,14 @@ class TemplateRenderer:
     def __init__(self, limits: RenderLimits | None = None) -> None:
         self.limits = limits or RenderLimits()
         self._lock = threading.Lock()
-        self._worker: tuple[int, WorkerProcess] | None = None  # id of the process that started it, worker
+        self._worker: tuple[int, WorkerProcess] | None = None  # (id of the process that started the worker, worker)
 
     def render(
         self, template: str, chats: Sequence[Chat], options: dict[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
         """Render conversations (JSON-serializable); return the text of each, or the error that rendering it raised.
         `mark` is written before and after every `{% generation %}` block."""
-        # Templates see the same current time for all chats, because the rendered texts are compared.
+        # All chats get the same current time, because callers compare the rendered texts.
         head = json.dumps(
             {"template": template, "options": options or {}, "mark": mark, "now": time.time()}, default=str
         )
@@ -265,7 +265,8 @@ def _normalize_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _convert_arguments(function: dict[str, Any], as_text: bool) -> Any:
-    """Return the arguments of a call as JSON text, or as the value of that text if it is JSON."""
+    """Return the arguments of a call as JSON text if `as_text`, otherwise as a dictionary; text that is not JSON is
+    unchanged."""
     arguments = function.get("arguments") or {}
     if as_text:
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

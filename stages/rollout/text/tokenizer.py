@@ -92,12 +92,11 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Tools] | None = None,
-        options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Render conversations as text; `options` override `template_options`. Raises TemplateError."""
+        """Render conversations as text. Raises TemplateError."""
         texts = []
         all_tools = tools or [None] * len(chats)
-        results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
+        results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)])
         for chat, result in zip(chats, results):
             if isinstance(result, TemplateError):
                 raise type(result)(
@@ -168,8 +167,8 @@ class PromptTokenizer:
 
 @functools.lru_cache(maxsize=64)
 def _find_call_form(template: str, variables: str) -> CallForm:
-    """Return the first of CALL_FORMS in which a template writes the arguments of a tool call; if it writes none, the
-    first that it accepts."""
+    """Return the form in which a template expects tool calls: the first of CALL_FORMS with which it writes the
+    arguments of a call; without such a form, the first that it accepts."""
     word = f"argument-{secrets.token_hex(8)}"
     call = {"id": "call00000", "type": "function", "function": {"name": "function", "arguments": {word: word}}}
     probe: Messages = [
@@ -204,7 +203,7 @@ def _import_gguf_module() -> None:
     GGUF file is read. It is the only module of the tokenizers that imports torch, which takes seconds."""
     if "transformers.modeling_gguf_pytorch_utils" in sys.modules:
         return
-    importlib.import_module("transformers.tokenization_utils_base")  # the modules that it imports must see torch
+    importlib.import_module("transformers.tokenization_utils_base")  # its imports must find that torch is available
     transformers_utils: Any = importlib.import_module("transformers.utils")
     is_available = transformers_utils.is_torch_available
     transformers_utils.is_torch_available = lambda: False
@@ -223,7 +222,7 @@ def check_tokenizer(
     template_options: dict[str, Any] | None = None,
 ) -> PromptTokenizer:
     """Load a tokenizer, and render one question with its chat template. Raises TemplateError if the template is
-    missing, fails, exceeds RenderLimits, or does not write tool definitions."""
+    missing, fails, exceeds a limit (RenderLimits), or with `tools` does not write tool definitions."""
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
     if not apply_chat_template:
         return tokenizer

@@ -110,8 +110,8 @@ def softmax_sums(
     logits: Tensor,  # [t, V]
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [t] each, float32 or wider
-    """Return, with x = logits / temperature: max_x, sum_exp = sum exp(x - max_x), sum_x_exp = sum exp(x - max_x) (x -
-    max_x)."""
+    """Return three numbers per row, with x = logits / temperature: the maximum max_x, sum_exp = sum of exp(x - max_x),
+    and sum_x_exp = sum of (x - max_x) exp(x - max_x)."""
     if _use_triton_kernel(logits):
         from penstock.stages.train.algorithms import softmax_kernels
 
@@ -120,7 +120,7 @@ def softmax_sums(
     max_x = x.amax(-1)
     x = x - max_x[:, None]
     exp = x.exp()
-    return max_x, exp.sum(-1), x.mul_(exp).sum(-1)  # three times as fast as the einsum on a CPU
+    return max_x, exp.sum(-1), x.mul_(exp).sum(-1)  # on a CPU three times as fast as an einsum
 
 
 def softmax_gradient(
@@ -130,7 +130,7 @@ def softmax_gradient(
     scale: Tensor,  # [t]
     slope: Tensor | None,  # [t]; None: zeros
     columns: Tensor,  # [t] int64, the column of each row's sampled token
-    at_columns: Tensor,  # [t], added there; 0 if another rank has that column
+    at_columns: Tensor,  # [t], added in that column; 0 if another rank has the column
 ) -> Tensor:  # [t, V] in the dtype of logits, rounded once
     """Return the gradient of log-probs and entropies with respect to the logits, for the coefficients that the backward
     pass has computed: exp(x - max_x) * (scale + slope * (x - max_x)), x = logits / temperature, with `at_columns` added

@@ -9,7 +9,7 @@ of weight x token loss.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from penstock.stages.train.algorithms.registry import POLICY_LOSSES
 from penstock.storage.errors import PluginError
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
-KL_TYPES = get_args(KLType)
 LOW_VAR_BOUND = 10.0
 # exp(40) is 2e17: the product of two such ratios and an advantage still fits into float32
 MAX_LOG_RATIO = 40.0
@@ -140,9 +139,9 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def importance_weights(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    trainer_logprobs: Tensor,
+    logprobs: Tensor,  # [n] of the current policy
+    old_logprobs: Tensor,  # [n] of the policy before the update, by the trainer or the engine
+    trainer_logprobs: Tensor,  # [n] by the trainer, without gradient
     fields: TokenFields,
     samples: SegmentReducer,
     config: AlgorithmConfig,

@@ -117,7 +117,8 @@ class _Responses:
         self.spans = list(zip(starts.tolist(), ends.tolist()))
 
     def fixed_entries(self, experience: Experience) -> dict[str, list[Any]]:
-        """Return the entries that the update does not read: recorded samples, and inputs of the advantages."""
+        """Return the entries of rollout_data that the update does not read: the recorded samples, and the inputs of the
+        advantages."""
         tokens, offsets = torch.from_numpy(self.batch.token_ids), self.batch.offsets.tolist()
         teacher = experience.teacher_logprobs
         of_teacher = {} if teacher is None else {"teacher_log_probs": self.split(teacher)}
@@ -139,7 +140,10 @@ class _Responses:
         """Return the values of the trained tokens. Raises PluginError if sizes differ, or a number is not finite."""
         full = torch.zeros(len(self.batch.token_ids), dtype=torch.float64)
         if not isinstance(parts, list | tuple) or len(parts) != len(self.spans):
-            raise PluginError(f"{self.name} leaves {key!r} without one tensor for each of {len(self.spans)} samples")
+            raise PluginError(
+                f"{self.name} leaves {key!r} without one tensor for each of {len(self.spans)} samples: keep one tensor "
+                "for each sample"
+            )
         for (start, end), part in zip(self.spans, parts):
             values = torch.as_tensor(part, dtype=torch.float64)
             if values.shape != (end - start,) or not values.isfinite().all():
@@ -151,7 +155,7 @@ class _Responses:
         return full[self.positions]
 
     def join_mask(self, parts: Any) -> Tensor:  # B x [response length] -> [N] bool
-        """Return which of the trained tokens are still trained. Raises PluginError if other tokens are."""
+        """Return for each trained token whether it is still trained. Raises PluginError if other tokens are trained."""
         kept = self.join(parts, "loss_masks")
         total = sum(float(torch.as_tensor(part).sum()) for part in parts)
         if not ((kept == 0) | (kept == 1)).all() or total != float(kept.sum()):
@@ -171,13 +175,13 @@ def _are_equal(values: Any, others: list[Any]) -> bool:
 
 
 def _experience_of(experience: Experience, kept: Tensor) -> Experience:
-    """Return the experience of some of its N tokens."""
+    """Return the experience with only those of its N tokens for which `kept` [N] is True."""
     values = {name: getattr(experience, name) for name in TOKEN_FIELDS}
     return replace(experience, **{name: value[kept] for name, value in values.items() if value is not None})
 
 
 def _estimate_of(estimate: Estimate, kept: Tensor) -> Estimate:
-    """Return the estimate of some of its N tokens."""
+    """Return the estimate with only those of its N tokens for which `kept` [N] is True."""
     returns = None if estimate.returns is None else estimate.returns[kept]
     return Estimate(
         estimate.advantages[kept], returns, {name: values[kept] for name, values in estimate.metrics.items()}

@@ -1,8 +1,9 @@
 """Triton kernels of `softmax_sums` and `softmax_gradient` in `logprobs.py`. Imported on GPUs only; torch installs
 Triton.
 
-Plain torch reads and writes [t, V] in float32 about ten times. The order of summation within a row does not depend on
-the number of rows t, so a token gives the same bits in any chunk.
+Plain torch reads and writes float32 tensors of the size of the logits about ten times; these kernels read the logits
+twice and write the gradient once. The order of summation within a row does not depend on the number of rows, so a token
+gives the same bits in any chunk.
 """
 
 from __future__ import annotations

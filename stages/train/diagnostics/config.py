@@ -37,7 +37,7 @@ class DiagnosticsConfig(StageConfig):
     """With --record-memory-history: local directory of the snapshots; default: the working directory."""
 
     memory_snapshot_path: str = option("snapshot.pickle", mutability="placement", min_length=1)
-    """With --record-memory-history: end of the name of a snapshot, after its round and rank."""
+    """With --record-memory-history: last part of a snapshot's file name, which begins with run, round and rank."""
 
     memory_snapshot_num_steps: int | None = option(None, mutability="placement", ge=1)
     """With --record-memory-history: write a snapshot and stop recording after N rounds of this start."""

@@ -48,7 +48,7 @@ class RankDiagnostics:
 
     @contextmanager
     def traced(self, target: str, rollout_id: int) -> Iterator[None]:
-        """Trace the block with torch.profiler if --profile-target names `target` for this round."""
+        """Trace the `with` block with torch.profiler if the options select the part `target` of this round."""
         config = self.config
         rounds = range(config.profile_step_start, config.profile_step_end)
         if not config.use_pytorch_profiler or target not in config.profile_target or rollout_id not in rounds:

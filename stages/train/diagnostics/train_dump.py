@@ -58,7 +58,8 @@ def at_all_tokens(values: Tensor, batch: Batch) -> Tensor:  # [N] -> [S] float32
 
 
 def row_of_sample(batch: Batch, fields: dict[str, Tensor], mask: list[int], index: int) -> dict[str, Any]:
-    """Return the tokens of a sample, and its per-token data from the first token with loss mask 1 on."""
+    """Return the tokens of sample `index`, and its per-token data (`fields`: name -> values of all tokens) from the
+    first trained token on. `mask`: the sample's loss mask in the commit."""
     start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
     num_prompt = mask.index(1) if 1 in mask else len(mask)
     first = start + num_prompt
