@@ -43,7 +43,7 @@ def prepare(source: Path, target: Path) -> dict[str, int]:
     """Write train.jsonl and test.jsonl into `target`. Return the number of rows of each.
 
     Args:
-        source: directory with the downloaded data set; a file belongs to the split whose name begins its own.
+        source: directory with the downloaded data set; the names of its files begin with `train` or `test`.
         target: created if it does not exist.
 
     Raises:
