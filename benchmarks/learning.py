@@ -43,23 +43,11 @@ def main() -> int:
     print("|---|---|---|---|---|---|", flush=True)
     for seed in options.seeds:
         model, data = make_model_and_data(options.directory / "inputs", seed)
-        sft = train(
-            "sft",
-            f"sft-seed{seed}",
-            options.directory,
-            model,
-            data / "sft.jsonl",
-            seed,
-            ["--config", recipe_path("sft")],
-        )
+        recipe = ["--config", recipe_path("sft")]
+        sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, recipe)
         for estimator in options.estimators:
-            arguments = [
-                *estimator_options(estimator),
-                "--eval-prompt-data",
-                "heldout",
-                data / "heldout.jsonl",
-                *train_options,
-            ]
+            evaluation = ["--eval-prompt-data", "heldout", data / "heldout.jsonl"]
+            arguments = [*estimator_options(estimator), *evaluation, *train_options]
             start = export_directory(options.directory, sft)
             run = train(
                 "train", f"{estimator}-seed{seed}", options.directory, start, data / "train.jsonl", seed, arguments
@@ -80,10 +68,9 @@ def recipe_path(name: str) -> Path:
 
 def estimator_options(estimator: str) -> list[str | Path]:
     """Return the options of `penstock train` for an estimator: the demo's recipe, and its own recipe if it has one."""
-    own_recipe: list[str | Path] = (
-        ["--config", recipe_path(estimator)] if recipe_path(estimator).exists() and estimator != "grpo" else []
-    )
-    return ["--config", recipe_path("grpo"), *own_recipe, "--advantage-estimator", estimator]
+    recipes = dict.fromkeys([recipe_path("grpo"), recipe_path(estimator)])
+    options = [word for recipe in recipes if recipe.exists() for word in ("--config", recipe)]
+    return [*options, "--advantage-estimator", estimator]
 
 
 def train(
@@ -110,7 +97,7 @@ def export_directory(directory: Path, run: str) -> Path:
 
 
 def table_row(estimator: str, seed: int, store: Store, keys: RunKeys) -> str:
-    """Return the rewards of a run as a row of the Markdown table."""
+    """Return the rewards of a run as a row of the Markdown table that `main` prints."""
     rounds = store.committed_indices(f"{keys.prefix}/rollouts")
     rewards = [read_commit(store, keys.rollout_prefix(r)).summary["rollout/raw_reward"] for r in rounds]
     heldout = [

@@ -80,8 +80,8 @@ def updates(store: Store, model: Path, words: list[str]) -> list[float]:
 def trainer_and_engines(
     store: Store, model: Path, words: list[str]
 ) -> Iterator[tuple[EnginePool, Callable[[], float]]]:
-    """Start trainer and engines with further options of `penstock train`. Yields the engines, and a function that sends
-    them the trainer's weights and returns the seconds."""
+    """Start trainer and engines with further options of `penstock train`. Yield the engines, and a function that sends
+    them the trainer's weights and returns the seconds that this took."""
     inputs = ["--hf-checkpoint", str(model), "--prompt-data", str(write_prompts(model.parent / "prompts.jsonl"))]
     config = parse_config(["--run", "publish", "--store", store.uri, "--params-dtype", "bf16", *inputs, *words])
     cluster, options = Cluster.start(), with_adapters(engine_options(config), config, None)

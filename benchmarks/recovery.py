@@ -68,8 +68,8 @@ def tiny_config(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
 
 
 def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
-    """Recover the run's last policy from each of the `versions`; print the seconds, and the ratio to generating and
-    training the rounds again."""
+    """Recover the run's last policy from each of the `versions`. Print the seconds, and their ratio to the seconds that
+    generating and training the rounds again would take."""
     from penstock.engines.cluster import Cluster
     from penstock.engines.families import read_shape
     from penstock.stages.train.restore import PolicyRestorer
