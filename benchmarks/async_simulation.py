@@ -62,7 +62,7 @@ class Workload:
     publish_seconds: float  # of a weight update, during which the engines do not decode
     commit_rollout_seconds: float = 0.0  # of a round between its generation and the start of its training
     commit_step_seconds: float = 0.0  # of a round after its training
-    grade_seconds: float = 0.0  # maximum for a group after its generation; the time is uniformly distributed
+    grade_seconds: float = 0.0  # maximum for grading a group; the time is uniformly distributed from 0
     warm_up_seconds: Sequence[float] = ()  # additional training time of the first rounds, in which kernels are compiled
 
     def train_time(self, number: int, groups: Sequence[Group]) -> float:
@@ -299,7 +299,7 @@ class Run:
         return sent if rollout - sent < mode.max_ahead + mode.interval else None
 
     def generate_rollouts(self) -> Process:
-        """Generate one rollout after the other."""
+        """Generate the rollouts one after the other, each as soon as `version_for` permits it."""
         for number, groups in enumerate(self.workload.rounds):
             self.next_rollout = number
             while (version := self.version_for(number)) is None:
@@ -407,7 +407,14 @@ SWITCH_SECONDS = 0.9  # of moving memory in one direction (two-h200.json, turns-
 COMMIT_SECONDS = (0.1, 0.3)  # of a rollout and of a step: assumed
 
 GPUS = (8, 16, 64, 256, 1024)
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for the trainer; the best one is taken
+SHARES = (
+    1 / 8,
+    1 / 4,
+    3 / 8,
+    1 / 2,
+    5 / 8,
+    3 / 4,
+)  # fractions of the GPUs for the trainer; the table shows the fastest
 TABLE_MODES = (
     SYNCHRONOUS,
     Mode("colocated", switch_seconds=SWITCH_SECONDS),

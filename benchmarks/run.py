@@ -106,7 +106,7 @@ def round_seconds(store: Store, keys: RunKeys, r: int, published: dict[int, floa
     for name, seconds in [*rollout.seconds.items(), *step.seconds.items()]:
         label = WORK.get(name, name)
         parts[label] = parts.get(label, 0.0) + seconds
-    if saved := store.committed(keys.checkpoint_prefix(r)):  # it is saved during the rollout
+    if saved := store.committed(keys.checkpoint_prefix(r)):  # the checkpoint is saved during the rollout
         save = saved.seconds["save"]
         hidden = min(saved.created_at, rollout.created_at) - max(saved.created_at - save, rollout.started_at)
         parts["waiting for the checkpoint"] = save - max(0.0, hidden)

@@ -98,7 +98,8 @@ def compare_loops(work: Work, options: argparse.Namespace) -> None:
     steps: dict[str, Step] = {"penstock": penstock.step, "plain": plain.step}
     (loss, norm), (plain_loss, plain_norm) = penstock.sft_step(), plain.step()[1]
     print(f"{torch.__version__}, {penstock.engine.fingerprint()['device']}, {work}")
-    print(f"one SFT step: loss {loss:.6f} and {plain_loss:.6f}, gradient norm {norm:.6f} and {plain_norm:.6f}")
+    print("one SFT step of both loops, penstock and plain: ", end="")
+    print(f"loss {loss:.6f} and {plain_loss:.6f}, gradient norm {norm:.6f} and {plain_norm:.6f}")
     assert np.allclose((loss, norm), (plain_loss, plain_norm), rtol=TOLERANCE[work.dtype]), (
         "the two loops compute different losses or gradients"
     )

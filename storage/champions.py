@@ -109,8 +109,8 @@ def export_of_champion(store: Store, model: str) -> str:
     commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
     if commit is None or commit.attempt is None or not store.is_local:
         raise RunError(
-            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote the last version of a "
-            "run, which is exported, or give --hf-checkpoint a directory"
+            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote a policy version that "
+            "was exported (the last one of a run is), or give --hf-checkpoint a directory"
         )
     return store.path(commit.attempt)
 

@@ -170,7 +170,7 @@ def remove_empty_directories(top: Path) -> None:
 
 def _remove_if_empty(directory: Path) -> bool:
     """Remove a directory if it is empty. Return whether it no longer exists."""
-    with suppress(OSError):  # it is not empty, or another process has removed it
+    with suppress(OSError):  # the directory is not empty, or another process has removed it
         directory.rmdir()
     return not directory.exists()
 

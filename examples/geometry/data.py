@@ -45,7 +45,7 @@ def problem(kind: str, prompt: str, label: str, mistake: str | None = None) -> d
 
 
 def root(number: int) -> str:
-    """Return the square root of an integer in lowest terms: 9 -> 3, 8 -> 2\\sqrt{2}."""
+    """Return the square root of an integer as LaTeX in lowest terms: 9 -> 3, 8 -> 2\\sqrt{2}."""
     factor = max(f for f in range(1, math.isqrt(number) + 1) if number % (f * f) == 0)
     rest = number // (factor * factor)
     return f"{factor if factor > 1 or rest == 1 else ''}" + (f"\\sqrt{{{rest}}}" if rest > 1 else "")

@@ -35,7 +35,7 @@ SYSTEM_CALLS = {
     "x86_64": (0xC000003E, (29, 319, 68, 64, 447, 248, 249, 250, 321, 298, 323, 425)),
     "aarch64": (0xC00000B7, (194, 279, 186, 190, 447, 217, 218, 219, 280, 241, 282, 425)),
 }
-NOBODY = 65534  # user and group of the code if this process runs as root
+NOBODY = 65534  # user and group id of the model's code if this process runs as root
 OVERTIME, KILLED, FAILED = 124, 137, 125  # exit codes of the supervisor
 
 

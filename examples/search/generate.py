@@ -109,7 +109,9 @@ class Index:
         for number, count in enumerate(counts):
             for word in count:
                 where[word].append(number)
-        self._scores: dict[str, dict[int, float]] = {}  # word -> document -> score; a query adds those of its words
+        self._scores: dict[
+            str, dict[int, float]
+        ] = {}  # word -> document -> score; a query adds the scores of its words
         for word, numbers in where.items():
             idf = math.log(1 + (len(documents) - len(numbers) + 0.5) / (len(numbers) + 0.5))
             self._scores[word] = {

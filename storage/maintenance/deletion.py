@@ -132,7 +132,7 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
     unfinished = [
         version
         for version in expired_versions(store, keys)
-        if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
+        if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # a checkpoint's directory or commit record
     ]
     for version in unfinished:
         tombstone = read_tombstone(store, keys.checkpoint_prefix(version))
@@ -401,7 +401,7 @@ class _Contents:
         self.half_made = {  # runs: forks whose creation was not finished
             run for run in runs if unfinished_fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
         }
-        commits = [  # without those of checkpoints that have expired in the same run
+        commits = [  # all but those of checkpoints that have expired in the same run
             commit
             for key, commit in _read_records(store, [key for key in records if key.endswith(_COMMIT)], Commit).items()
             if commit.attempt not in self.expired or tombstone_key(key.removesuffix(_COMMIT)) not in files

@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> list[Committed]:
-    """Return the commits of a run in the order of their creation, including those of expired checkpoints, except the
-    commits with a key in `skip`."""
+    """Return the commits of a run in the order of their creation, also of expired checkpoints. Commits with a key in
+    `skip` are left out."""
     prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
     commits = {commit_key(prefix): commit for prefix in prefixes if (commit := store.committed(prefix))}
     for version in expired_versions(store, keys):

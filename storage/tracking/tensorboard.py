@@ -107,7 +107,7 @@ class TensorBoardOptions(OptionsOfTracker):
     """With --use-tensorboard: directory in --tb-dir for the runs of a project."""
 
     tb_experiment_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
-    """With --use-tensorboard: directory for the runs of an experiment, inside the one of --tb-project-name."""
+    """With --use-tensorboard: directory for the runs of an experiment, inside the directory of --tb-project-name."""
 
     @staticmethod
     def connect(uri: str, run: TrackedRun) -> Tracker:

@@ -51,7 +51,7 @@ class RunStarted:
     """The run was started or resumed. `config` is the resolved config without secrets."""
 
     key: str
-    at: float  # seconds since the epoch; the same for the other records
+    at: float  # seconds since the epoch, as in all records
     config: dict[str, Any]
 
 
@@ -182,7 +182,7 @@ class RunCommits:
         self.evals: dict[str, Commit] = {}  # by key, since evaluations of several data sets have the same index
 
     def add(self, key: str, commit: Commit) -> None:
-        """Add a commit. Its sample previews are not kept, since those of all rounds take hundreds of megabytes."""
+        """Add a commit without its sample previews, since the previews of all rounds take hundreds of megabytes."""
         commit = commit.model_copy(update={"state": {**commit.state, "shown": bool(commit.state.get("shown"))}})
         if commit.kind == "eval":
             self.evals[key] = commit

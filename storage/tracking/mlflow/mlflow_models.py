@@ -208,7 +208,7 @@ class MlflowRegistry:
                 self.update_model(name)
 
     def update_model(self, name: str) -> None:
-        """Derive the versions and aliases of a model from the decisions in the store."""
+        """Update versions and aliases of the registered model `name` from the decisions in the store."""
         decisions = self._decisions(name)
         texts = {decision.candidate.name: str(decision) for decision in decisions if decision.candidate}
         versions = {

@@ -94,7 +94,7 @@ def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Data
 
 
 def read_preview(path: str) -> Rows:
-    """Return the first rows of a prompt file, with shortened texts; [] if the file cannot be read here."""
+    """Return the first rows of a prompt file, with shortened texts; [] if the file cannot be read on this machine."""
     file = Path(path.partition("@[")[0])  # a path may end with a range of rows
     try:
         if file.suffix == ".parquet":

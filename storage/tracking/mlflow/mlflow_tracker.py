@@ -98,8 +98,8 @@ class RunPage:
         self.base_model: LoggedModel | None = None  # policy version 0, once it is known
 
     def update(self, main_run: str) -> None:
-        """Log user, source, git commit and Prefect flow run in the MLflow run `main_run`, and link it with those of its
-        parent and its forks. All come from records in the store; without a store nothing is logged."""
+        """Log user, source, git commit and Prefect flow run in the MLflow run `main_run`, and link it with the MLflow
+        runs of its parent and its forks. All come from records in the store; without a store nothing is logged."""
         run = self.runs.run
         record = read_run_record(run.store, RunKeys(run.name)) if run.store else None
         if run.store is None or record is None:
@@ -293,7 +293,7 @@ class MlflowTracker(Tracker):
     def _log_commit(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
         """Log a commit, except its metrics and data sets in the main run, which the caller logs for several commits
         together. Return these data sets."""
-        if commits.is_copy(key, commit):  # its artifacts are MLflow objects of the fork's parent
+        if commits.is_copy(key, commit):  # the artifacts of a copy are MLflow objects of the fork's parent
             return []
         self.run_page.log_origins(main_run, commits)
         if commit.kind == "model":
@@ -376,7 +376,7 @@ class MlflowTracker(Tracker):
             links.append(self.models.link("input", before))
         for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
             early = self.runs.find_part(commits.child_run_name(*evaluation))
-            if early:  # it was logged before the checkpoint
+            if early:  # the evaluation was logged before the checkpoint
                 link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
                 self.runs.add_links(early.info.run_id, [link])
         for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
