@@ -61,7 +61,7 @@ def is_run_name(name: str) -> bool:
 TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
 DEBUG_DATA = "debug_rollout_data"  # role, in a rollout's `inputs`, of the file given to --load-debug-rollout-data
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
-STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # kinds of a run's commits; runs share models
+STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # kinds of a run's own commits; models are shared
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated

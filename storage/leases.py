@@ -117,7 +117,8 @@ def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
     age = now - modified
     if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:
         age = time.clock_gettime(_CLOCK) - process["renewed"]
-    if abs(age) > TTL:  # negative if the store's clock was set back: a live holder would have renewed the lease since
+    # A negative age means that the store's clock was set back; a live holder would have renewed the lease since then.
+    if abs(age) > TTL:
         return None
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
     if is_local and process_start_time(int(process["pid"])) != process["started"]:  # the process has ended

@@ -198,7 +198,7 @@ def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> N
         existing = read_tombstone(store, prefix)
         if existing is not None and existing.commit.attempt == commit.attempt:
             break  # another driver has created the same tombstone; both may delete the checkpoint
-        if existing is not None:  # the tombstone of an earlier checkpoint of this version, saved again since
+        if existing is not None:  # from an earlier expiry of this version, whose checkpoint was saved again afterwards
             _delete_expired_checkpoint(store, keys, version, existing)
             store.delete([tombstone_key(prefix)])
     _delete_expired_checkpoint(store, keys, version, tombstone)
@@ -253,7 +253,8 @@ def remove_run(
             others = (run for run in store.list("runs") if run != keys.run)
             if forks := [run for run in others if _run_uses_files_of(store, RunKeys(run), keys)]:
                 raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
-            if only_remains and store.exists(keys.record):  # after the check for drivers, which create it
+            # Checked after the drivers, since a driver that has just ended may have created the record.
+            if only_remains and store.exists(keys.record):
                 raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
             store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
         kept = {removal_marker_key(keys), lease.key, own_lease}
@@ -420,7 +421,7 @@ class _Contents:
             case ["runs", _, "fork.json"]:
                 return "temporary file", key
             case ["runs", run, "status.json"] if RunKeys(run).record not in self.files:
-                return "temporary file", key  # written by a driver whose run was removed meanwhile
+                return "temporary file", key  # a driver wrote it after its run was removed
             case ["runs", _, name] if name == _REMOVAL_LEASE:
                 return "old lease", key
             case ["runs", _, "drivers", name] if name.endswith(".lease"):

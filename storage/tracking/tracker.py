@@ -314,7 +314,8 @@ def trackers_directory(store: Store) -> Path:
 def check_package(package: str, flag: str) -> None:
     """Check that the optional package that the option `flag` needs is installed."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:  # None: W&B's output directory `wandb`, which Python takes for a package
+    # Python takes W&B's output directory `wandb` for a package without an origin.
+    if spec is None or spec.origin is None:
         raise OptionError(
             f"{flag} needs the package {package}, which is not installed: pip install 'penstock-rl[{package}]', or "
             f"omit {flag}"

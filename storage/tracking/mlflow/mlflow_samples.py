@@ -88,7 +88,7 @@ def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Data
     segments = (commit.state.get("data_source") or {}).get("segments") or []
     segments = [segment for segment in segments if segment["file"] == index]
     profile = {"num_rows": sum(segment["rows"] for segment in segments)} if segments else {}
-    digest = _hash(" ".join(segment["digest"] for segment in segments) or path)  # the same in a moved store
+    digest = _hash(" ".join(segment["digest"] for segment in segments) or path)  # the same after the store was moved
     columns = [(name, "string") for name in dict.fromkeys(name for row in preview for name in row)]
     return make_dataset(path.rpartition("/")[2], digest, path, columns, profile)
 
@@ -308,7 +308,7 @@ def to_span(trace: bytes, number: int, part: SamplePart, *, at: float, failed: b
         "span_id": _span_id(trace, number),
         "parent_span_id": _span_id(trace, 0) if number else None,
         "name": part.name,
-        "start_time_unix_nano": int(at * 1e9) + number,  # MLflow orders the spans by it
+        "start_time_unix_nano": int(at * 1e9) + number,  # MLflow orders spans by their start times
         "end_time_unix_nano": int(at * 1e9) + number,
         "status": {"code": "STATUS_CODE_ERROR" if failed else "STATUS_CODE_OK", "message": ""},
         "attributes": {name: json.dumps(value, ensure_ascii=False) for name, value in attributes.items()},

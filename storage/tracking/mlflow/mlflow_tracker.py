@@ -189,7 +189,7 @@ class RunPage:
         links = [self.models.link("output", model)]
         here = Link("converted by", name, self.runs.url("runs", run_id))
         paths = [commit.inputs[role] for role in _SOURCES if role in commit.inputs]
-        attempts = [attempt_in_path(path) for path in paths]  # of a run's export or checkpoint
+        attempts = [attempt_in_path(path) for path in paths]  # None: not an export or checkpoint of a run
         found = [self.models.of_attempt(attempt) if attempt else None for attempt in attempts]
         sources = [model or self.models.of_source(path) for model, path in zip(found, paths, strict=True)]
         for source in sources:
