@@ -116,8 +116,8 @@ def export_of_champion(store: Store, model: str) -> str:
 
 
 def record_decision(store: Store, model: str, after: int, decision: Decision) -> None:
-    """Append a decision about a model. `after` is the number of earlier decisions on which it is based. Raises RunError
-    if another process has recorded a decision since then."""
+    """Append a decision about a model. `after` is the number of decisions that existed when it was made. Raises
+    RunError if another process has recorded a decision since then."""
     key = f"{model_prefix(model)}/{after:06d}.json"
     if not store.create(key, decision.model_dump_json(indent=1).encode()):
         raise RunError(f"another process changed the champion of {model!r} during this command: run the command again")

@@ -200,13 +200,13 @@ def eval_rewards(commit: Commit) -> dict[str, float]:
 
 
 def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
-    """Return round -> mean reward of its samples."""
+    """Return the training curve: round -> mean reward of the round's samples."""
     rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
     return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
 
 
 def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
-    """Return data set -> policy version -> mean reward of the evaluations."""
+    """Return the evaluation curves: data set -> policy version -> mean reward."""
     scores: dict[str, dict[int, float]] = defaultdict(dict)
     for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
         for task, reward in eval_rewards(commit).items():

@@ -302,7 +302,8 @@ def modification_time(info: dict[str, Any]) -> float:
 
 
 def temporary_directory(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads."""
+    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads. Raises StoreFull if the
+    downloads do not fit."""
     place = tempfile.gettempdir()
     free = shutil.disk_usage(place).free
     if num_bytes > free:

@@ -74,10 +74,11 @@ class Store(FileStore):
         """Yield a local directory whose files become durable under `attempt` (from `new_attempt`) when the block ends
         without an exception.
 
-        In a local store the directory is the attempt itself; for others it is temporary and is uploaded at the end.
+        In a local store the directory is the attempt itself. Otherwise it is temporary and is uploaded at the end.
 
-        `owns` returns whether this process writes the file with the given name, relative to the attempt. Needed if
-        several processes write to one attempt: in a local store each sees incomplete files of the others.
+        `owns` returns whether this process writes the file with the given name, relative to the attempt. It is needed
+        if several processes write to one attempt, since in a local store each sees the incomplete files of the
+        others.
         """
         if self.is_local:
             out = AttemptFiles(Path(self.path(attempt)))

@@ -142,8 +142,8 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
 
 
 def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[int]) -> int | None:
-    """Return the policy version in `versions` whose evaluations have the highest `metric`, the newest of several, or
-    None if no evaluation of these versions has the metric."""
+    """Return the policy version in `versions` whose evaluations have the highest `metric` (of equal ones the
+    newest), or None if no evaluation of these versions has the metric."""
     scores: dict[int, float] = {}
     for version in versions:
         directory = f"{keys.prefix}/evals/{version:06d}"
@@ -237,7 +237,7 @@ def remove_run(
     store: Store, keys: RunKeys, *, own_lease: str | None = None, only_remains: bool = False
 ) -> list[StoredFile]:
     """Delete all files of a run and return them. Can be repeated after a kill. Raises RunError if a process uses the
-    run, or a fork its files.
+    run, or if a fork uses its files.
 
     Args:
         own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.

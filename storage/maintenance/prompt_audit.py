@@ -144,7 +144,8 @@ def describe_summary_problems(
 ) -> list[str]:
     """Return a problem for every metric of a commit that differs from the value computed from its samples.
 
-    In the mean reward of an evaluation, a sample without a reward counts as 0; in that of a rollout, it is left out.
+    In the mean reward of an evaluation, a sample without a reward counts as 0; in the mean reward of a
+    rollout, it is left out.
     """
     graded = [reward for reward in rewards if reward is not None]
     name, num_samples = prefix.rpartition("/")[2], max(len(rewards), 1)

@@ -272,8 +272,8 @@ class RunTracking:
         return self._append(key, "metrics", at, step=step, metrics=metrics)
 
     def record_report(self, store_key: str, content: bytes) -> bool:
-        """Append to the outbox that the run's HTML report, which is `content`, is at `store_key` in the store. Return
-        False if a report with the same content was appended before."""
+        """Append a record of the run's HTML report, which is in the store at `store_key`, to the outbox. Return False
+        if a report with the same content was appended before."""
         return self._append(report_record_key(content), "report", store_key=store_key)
 
     def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:

@@ -129,8 +129,8 @@ class MetricPoint(NamedTuple):
 def metric_points(record: Record) -> list[MetricPoint]:
     """Return the metrics of a record as points of the run itself (not of one of its child runs).
 
-    The `perf/*` and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`. Otherwise
-    they would collide with those of the training rollout, and of other evaluated data sets.
+    The metrics `perf/*` and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`, since
+    the training rollout and evaluations on other data sets have metrics with the same names.
     """
     match record:
         case MetricsLogged():

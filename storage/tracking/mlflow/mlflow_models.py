@@ -36,11 +36,11 @@ _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export"
 
 @dataclass
 class _NewModel:
-    """What a logged model will contain when it is created."""
+    """A logged model to find by the tag `key`, or to create with these contents."""
 
     name: str
     type: str
-    key: dict[str, str]  # tags by which it is found
+    key: dict[str, str]  # the one tag by which the model is found
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)  # file name -> content

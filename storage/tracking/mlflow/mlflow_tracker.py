@@ -142,7 +142,8 @@ class RunPage:
         self.client.set_tag(main_run, ROUNDS, str(len(commits.commits["step"])))
 
     def _link_fork(self, parent_run: str, parent: str, fork_run: str, fork: str, at: int) -> None:
-        """Link the MLflow runs of a fork from round `at` and of its parent."""
+        """Link the MLflow runs of a fork (id `fork_run`, name `fork`) and of its parent to each other. The fork begins
+        at round `at`."""
         link = Link("fork of", f"{parent} at round {at}", self.runs.url("runs", parent_run))
         self.runs.add_links(fork_run, [link])
         self.runs.add_links(parent_run, [Link("forks", f"{fork} at round {at}", self.runs.url("runs", fork_run))])
