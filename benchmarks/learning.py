@@ -23,6 +23,10 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from report import parse_options
+
 ESTIMATORS = get_args(TrainConfig.model_fields["advantage_estimator"].annotation)
 NUM_LAST_ROUNDS = 5  # number of rounds at the end whose rewards are averaged
 
@@ -34,8 +38,7 @@ def main() -> int:
         "--estimators", nargs="+", choices=ESTIMATORS, default=["grpo", "gspo", "ppo", "reinforce_plus_plus"]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    own, train_options = split_arguments(sys.argv[1:])
-    options = parser.parse_args(own)
+    options = parse_options(parser)
     print(
         "| estimator | seed | mean reward of round 0 | of the last 5 rounds | greedy held-out reward before | after |",
         flush=True,
@@ -47,19 +50,13 @@ def main() -> int:
         sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, recipe)
         for estimator in options.estimators:
             evaluation = ["--eval-prompt-data", "heldout", data / "heldout.jsonl"]
-            arguments = [*estimator_options(estimator), *evaluation, *train_options]
+            arguments = [*estimator_options(estimator), *evaluation, *options.train_options]
             start = export_directory(options.directory, sft)
             run = train(
                 "train", f"{estimator}-seed{seed}", options.directory, start, data / "train.jsonl", seed, arguments
             )
             print(table_row(estimator, seed, Store(str(options.directory / "store")), RunKeys(run)), flush=True)
     return 0
-
-
-def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before and after `--`."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:end], arguments[end + 1 :]
 
 
 def recipe_path(name: str) -> Path:

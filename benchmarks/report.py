@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("torch", "megatron-core", "sglang", "flash-attn-4", "triton", "ray", "prefect", "transformers", "trl")
 
 
@@ -44,6 +42,8 @@ def write_report(options: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 def describe_setup(options: argparse.Namespace) -> dict[str, Any]:
     """Return hardware, software versions, settings and git commit of a measurement."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "commit", "directory")}
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
