@@ -98,7 +98,7 @@ class Outcome:
     staleness: dict[int, float] = field(default_factory=dict)  # policy versions -> trained tokens
     order: list[int] = field(default_factory=list)  # number of each group, in the order in which they were trained
     repeated: list[int] = field(default_factory=list)  # number of each group that was generated once more
-    masked: list[int] = field(default_factory=list)  # number of each group that was trained without a token
+    masked: list[int] = field(default_factory=list)  # number of each group whose tokens were all masked in training
     ends: list[float] = field(default_factory=list)  # when each round was trained
 
     @property
@@ -318,8 +318,8 @@ class Run:
     # ---- a stream (`RolloutStream`) ----------------------------------------------------------------------------------
 
     def start_groups(self, limit: int) -> Process:
-        """Start the next group whenever fewer groups are in flight or untrained than can be trained before they get too
-        old: `limit` policy versions."""
+        """Start the next group whenever fewer groups are in flight or untrained than can be trained before they are
+        more than `limit` policy versions old."""
         groups = [group for round in self.workload.rounds for group in round]
         for number, group in enumerate(groups):
             while len(self.running) + len(self.finished) >= (self.sent + limit + 1 - self.num_taken) * self.size:

@@ -76,7 +76,7 @@ def option(
     assert not (secret and mutability == "identity"), (
         'a field with mutability "identity" cannot be secret: its recorded value is hashed and compared on resume'
     )
-    # The key is "change", not "mutability": it is part of the JSON schema of Prefect deployments.
+    # In the JSON schema of a Prefect deployment, the key "change" says whether the option may change.
     extra: dict[str, Any] = {"change": mutability, "aliases": list(aliases), "secret": secret}
     if "default_factory" in constraints:
         return Field(json_schema_extra=extra, **constraints)

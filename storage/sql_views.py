@@ -183,7 +183,7 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
     prefixes = committed_prefixes(store, keys)
     if record is None:
         if prefixes:
-            raise RunError("run.json is missing: restore it from a backup")
+            raise RunError(f"{keys.record} is missing, but the run has commits: restore it from a backup")
         return contents
     commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else NUM_REQUESTS)
     committed = [(prefix, commit) for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None]

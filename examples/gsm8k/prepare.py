@@ -35,7 +35,10 @@ def prompt_of(row: dict[str, str]) -> dict[str, str]:
     """
     label = LABEL.search(row["answer"])
     if label is None:
-        raise ValueError(f"the answer ends with {row['answer'][-40:]!r}; GSM8K's answers end with '#### NUMBER'")
+        raise ValueError(
+            f"the answer ends with {row['answer'][-40:]!r}, but GSM8K's answers end with '#### NUMBER': give the files "
+            "of the data set openai/gsm8k"
+        )
     return {"prompt": f"{row['question'].strip()}\n\n{INSTRUCTION}", "label": label[1].replace(",", "")}
 
 

@@ -309,8 +309,8 @@ class Delivery:
         self.name = tracker_of(uri).title
         scheme = uri.partition("://")[0]
         self._outbox = Outbox(directory, f"-{scheme}" if scheme in TRACKERS else "")
-        self.wake = threading.Event()  # records were appended
-        self.closing = threading.Event()  # the next delivery is the last one
+        self.wake = threading.Event()  # set when records were appended
+        self.closing = threading.Event()  # set if the next delivery is the last one
         self._abandon = threading.Event()
         self.thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self.thread.start()
