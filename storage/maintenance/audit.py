@@ -109,7 +109,7 @@ class _RunAudit:
 
     def read_commits(self) -> dict[str, Commit]:
         """Return the commits of the run and of the models that it started with: prefix in the store -> commit. Damaged
-        and missing commit records are problems."""
+        commit records and missing records of these models are problems."""
         store, keys = self.store, self.keys
         prefixes = committed_prefixes(store, keys)
         origins = {name: data for name in ORIGINS if (data := store.read(keys.origin_key(name)))}

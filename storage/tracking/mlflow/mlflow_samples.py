@@ -105,15 +105,7 @@ def read_preview(path: str) -> Rows:
                 rows = [json.loads(line) for line in islice(lines, PREVIEW_ROWS) if line.strip()]
     except (OSError, ValueError, pa.ArrowException):
         return []
-    texts = [
-        {
-            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for name, value in row.items()
-        }
-        for row in rows
-        if isinstance(row, dict)
-    ]
-    return [{name: _shorten(text, _PREVIEW_TEXT) for name, text in row.items()} for row in texts]
+    return [{name: _preview(value) for name, value in row.items()} for row in rows if isinstance(row, dict)]
 
 
 def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) -> DatasetInput:
@@ -140,6 +132,10 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+def _preview(value: Any) -> Any:
+    return _shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _PREVIEW_TEXT)
+
+
 # ---- traces ----------------------------------------------------------------------------------------------------------
 
 _UNUSED = ("rollout_logprobs", "routed_experts", "teacher_logprobs")
@@ -161,8 +157,8 @@ class MlflowTraces:
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
         """Log the first sample of each of the first `num_traces` groups of a rollout as a trace.
 
-        The traces are linked to the MLflow run `main_run` and to `model`, the last checkpoint before the rollout.
-        `shards` is the name of the MLflow data set with the samples.
+        The traces are linked to the MLflow run `main_run` and to `model`, the last checkpoint before the rollout or the
+        base model. `shards` is the name of the MLflow data set with the samples.
         """
         run = self.runs.run
         if run.store is None or not run.num_traces or commit.policy_version < 0:  # -1: demonstrations
