@@ -174,7 +174,7 @@ class Engine:
         return self.workload.step_seconds + self.workload.request_seconds * len(self._running)
 
     def _set_timer(self) -> None:
-        """Set the timer to the end of the next request."""
+        """Set the timer to the time at which the next running request ends."""
         self._timer += 1
         if self._running and not self._is_paused:
             seconds = max(0.0, self._running[0][0] - self._progress) * self._step_time

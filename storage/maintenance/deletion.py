@@ -172,7 +172,7 @@ def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) 
 
 
 def unfinished_fork_key(keys: RunKeys) -> str:
-    """Return the key of the record of an unfinished fork; a finished one has `run.json` instead."""
+    """Return the key of the record of an unfinished fork. A finished fork has `run.json` instead."""
     return f"{keys.prefix}/fork.json"
 
 
