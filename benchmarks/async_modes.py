@@ -7,10 +7,10 @@ one, and the sizes of a round make generation and training take about equally lo
 
 For each seed, `penstock sft` makes the initial policy, and every mode trains it. Wall time: from the start of the first
 rollout to the commit of the last step; evaluations are before and after it. Steady time: from the commit of the second
-step, because kernels are compiled in the first two. Prints JSON: per mode the ratios to the synchronous times, held-out
-accuracy and the staleness of the trained tokens, and the seconds of generation and training of a synchronous round. The
-floor (lowest possible value) of the ratio is max(generation, training) / (generation + training). Finished runs are not
-repeated by the same command. The wall time of a run that was interrupted has no meaning: remove it with `penstock rm`.
+step, because kernels are compiled in the first two. Prints JSON: for each mode the ratios to the synchronous times, the
+held-out accuracy and the staleness of the trained tokens; for each run its times. The lowest possible ratio is
+max(generation, training) / (generation + training), with the seconds of a synchronous round. The same command does not
+repeat finished runs. The wall time of a run that was interrupted has no meaning: remove such a run with `penstock rm`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import psutil
 
 from penstock.flows.commands.demo import make_model_and_data
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
@@ -47,10 +47,8 @@ LIMITS = {"synchronous": 0, "ahead": 1, "streaming": 2}  # maximum staleness, in
 GOALS = {"ahead": 0.62, "streaming": 0.58}  # ratio to the synchronous wall time
 LAYERS = 8  # of the model: with more layers than the demo, generation and training take about equal time
 SIZES = ["--rollout-batch-size", "128", "--global-batch-size", "1024", "--trainer-threads", "1"]
-
-
+# Part of the command line of a process -> its CPU core.
 CORES = {"sglang/launch.py": 0, "sglang::": 0, "ray::SGLangServer": 0, "ray::TrainActor": 1}
-"""Part of the command line of a process -> its CPU core."""
 
 
 def main() -> int:
@@ -84,7 +82,7 @@ def main() -> int:
 
 
 def pin_processes() -> None:
-    """Keep the engine's processes on one core and the trainer on another one, as they start."""
+    """Keep the engine's processes on one core and the trainer on another one. Look for new processes all the time."""
     pinned: set[psutil.Process] = set()
     while True:
         for process in set(psutil.Process().children(recursive=True)) - pinned:
@@ -115,7 +113,7 @@ def measure(store: Store, keys: RunKeys, limit: int) -> dict[str, Any]:
     generate = [rollout.seconds["generate"] for rollout in rollouts]
     evaluations = [read_commit(store, keys.eval_prefix(version, "heldout")) for version in (0, len(rounds))]
     return {
-        "wall_seconds": steps[-1].created_at - start_time(rollouts[0]),
+        "wall_seconds": steps[-1].created_at - rollouts[0].started_at,
         "steady_seconds": steps[-1].created_at - steps[1].created_at,
         "generate_seconds": statistics.median(generate),
         "train_seconds": statistics.median(sum(step.seconds.values()) for step in steps),
@@ -127,13 +125,8 @@ def measure(store: Store, keys: RunKeys, limit: int) -> dict[str, Any]:
 
 
 def trained(samples: list[Sample]) -> list[Sample]:
-    """Return the samples with a trained token. Their `policy_versions` leave out masked tokens."""
+    """Return the samples with a trained token. Masked tokens do not count in their `policy_versions`."""
     return [sample for sample in samples if any(sample.loss_mask)]
-
-
-def start_time(rollout: Commit) -> float:
-    """Return when a rollout began, in seconds since the epoch."""
-    return rollout.created_at - sum(rollout.seconds.values())
 
 
 def compare(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -62,7 +62,7 @@ class Workload:
     publish_seconds: float  # of a weight update, during which the engines do not decode
     commit_rollout_seconds: float = 0.0  # of a round between its generation and the start of its training
     commit_step_seconds: float = 0.0  # of a round after its training
-    grade_seconds: float = 0.0  # maximum for a group after its generation; the time is uniformly distributed
+    grade_seconds: float = 0.0  # maximum for grading a group; the time is uniformly distributed from 0
     warm_up_seconds: Sequence[float] = ()  # additional training time of the first rounds, in which kernels are compiled
 
     def train_time(self, number: int, groups: Sequence[Group]) -> float:
@@ -98,7 +98,7 @@ class Outcome:
     staleness: dict[int, float] = field(default_factory=dict)  # policy versions -> trained tokens
     order: list[int] = field(default_factory=list)  # number of each group, in the order in which they were trained
     repeated: list[int] = field(default_factory=list)  # number of each group that was generated once more
-    masked: list[int] = field(default_factory=list)  # number of each group that was trained without a token
+    masked: list[int] = field(default_factory=list)  # number of each group whose tokens were all masked in training
     ends: list[float] = field(default_factory=list)  # when each round was trained
 
     @property
@@ -108,7 +108,7 @@ class Outcome:
 
     @property
     def mean_staleness(self) -> float:
-        """Return the mean over the trained tokens, in policy versions."""
+        """Return the mean staleness of the trained tokens, in policy versions."""
         return sum(age * number for age, number in self.staleness.items()) / max(1.0, self.trained_tokens)
 
 
@@ -174,7 +174,7 @@ class Engine:
         return self.workload.step_seconds + self.workload.request_seconds * len(self._running)
 
     def _set_timer(self) -> None:
-        """Set the timer to the end of the next request."""
+        """Set the timer to the time at which the next running request ends."""
         self._timer += 1
         if self._running and not self._is_paused:
             seconds = max(0.0, self._running[0][0] - self._progress) * self._step_time
@@ -213,7 +213,7 @@ class Run:
         self.env = simpy.Environment()
         self.engines = [Engine(self.env, workload) for _ in range(workload.num_engines)]
         num_samples = workload.concurrency * workload.num_engines
-        # places for groups in flight
+        # One slot for each group that may be in flight.
         self.slots = simpy.Resource(self.env, max(1, num_samples // len(workload.rounds[0][0])))
         self.changed = self.env.event()  # triggered, and replaced, by `notify`
         self.batches: simpy.Store = simpy.Store(self.env)
@@ -299,7 +299,7 @@ class Run:
         return sent if rollout - sent < mode.max_ahead + mode.interval else None
 
     def generate_rollouts(self) -> Process:
-        """Generate one rollout after the other."""
+        """Generate the rollouts one after the other, each as soon as `version_for` permits it."""
         for number, groups in enumerate(self.workload.rounds):
             self.next_rollout = number
             while (version := self.version_for(number)) is None:
@@ -318,7 +318,8 @@ class Run:
     # ---- a stream (`RolloutStream`) ----------------------------------------------------------------------------------
 
     def start_groups(self, limit: int) -> Process:
-        """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
+        """Start the next group whenever fewer groups are in flight or untrained than can be trained before they are
+        more than `limit` policy versions old."""
         groups = [group for round in self.workload.rounds for group in round]
         for number, group in enumerate(groups):
             while len(self.running) + len(self.finished) >= (self.sent + limit + 1 - self.num_taken) * self.size:
@@ -326,7 +327,7 @@ class Run:
             self.start(Flight(number, group, self.sent))
 
     def take_rounds(self, limit: int) -> Process:
-        """Hand over the oldest finished groups as rounds."""
+        """Pass the groups that finished first to the trainer, one round at a time. `limit`: as in `start_groups`."""
         for number in range(len(self.workload.rounds)):
             self.repeat_stale_groups(number - limit)
             while len(self.finished) < self.size or self.must_await_repeated_groups(number - limit):
@@ -349,8 +350,9 @@ class Run:
                 self.start(Flight(flight.number, flight.group, self.sent, is_repeated=True))
 
     def must_await_repeated_groups(self, oldest: int) -> bool:
-        """Return whether too few of the repeated groups are finished: there would be more unfinished ones than later
-        rounds can take before they get too old."""
+        """Return whether the next round must wait for repeated groups. If it did not wait, more of them would be left
+        than later rounds can train before they get too old. `oldest` is the oldest policy version that the next round
+        may train."""
         running = [flight.version for flight in self.running if flight.is_repeated]
         finished = [flight.version for flight in self.finished if flight.is_repeated]
         for version in {*running, *finished}:
@@ -385,7 +387,7 @@ class Run:
         self.notify()
 
     def notify(self) -> None:
-        """Wake everything that waits for a change."""
+        """Wake all processes of the simulation that wait for a change of the shared state."""
         changed, self.changed = self.changed, self.env.event()
         changed.succeed()
 
@@ -405,7 +407,14 @@ SWITCH_SECONDS = 0.9  # of moving memory in one direction (two-h200.json, turns-
 COMMIT_SECONDS = (0.1, 0.3)  # of a rollout and of a step: assumed
 
 GPUS = (8, 16, 64, 256, 1024)
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for the trainer; the best one is taken
+SHARES = (
+    1 / 8,
+    1 / 4,
+    3 / 8,
+    1 / 2,
+    5 / 8,
+    3 / 4,
+)  # fractions of the GPUs for the trainer; the table shows the fastest
 TABLE_MODES = (
     SYNCHRONOUS,
     Mode("colocated", switch_seconds=SWITCH_SECONDS),
@@ -430,7 +439,7 @@ def long_tailed_rounds(rounds: int, seed: int = 0) -> list[list[Group]]:
 
 
 def workload_on(gpus: int, trainer_gpus: int, mode: Mode) -> Workload:
-    """Return the workload of the table on a number of GPUs, of which the trainer has `trainer_gpus`."""
+    """Return the workload of the table for a number of GPUs, of which the trainer has `trainer_gpus`."""
     engines = gpus if mode.switch_seconds is not None else gpus - trainer_gpus
     per_request = (STEP_SECONDS[1] - STEP_SECONDS[0]) / (256 - 16)
     return Workload(
@@ -519,15 +528,15 @@ def measure(store: Store, keys: RunKeys) -> Workload:
 
 
 def decoding_steps(rounds: list[list[Group]], num_engines: int, concurrency: int) -> list[float]:
-    """Return the number of decoding steps of each round of a synchronous run: its duration if a step takes one
-    second."""
+    """Return the number of decoding steps of each round of a synchronous run: the simulated duration of the round if a
+    step takes one second and all else no time."""
     ends = simulate(Workload(rounds, num_engines, concurrency, 1.0, 0.0, 0.0, 0.0, 0.0), SYNCHRONOUS).ends
     return [end - start for start, end in zip([0.0, *ends], ends)]
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float] | None:
-    """Return (intercept, slope) of the least-squares line; None if `x` varies too little to tell them apart, or if one
-    of them is negative."""
+    """Return (intercept, slope) of the least-squares line, or None if `x` varies too little to determine both, or if
+    one of them is negative."""
     if len(x) < 3 or max(x) - min(x) < MIN_SPREAD * statistics.fmean(x):
         return None
     slope, intercept = statistics.linear_regression(x, y)
@@ -550,7 +559,7 @@ def config_of(store: Store, keys: RunKeys) -> dict[str, Any]:
 
 
 def mode_of(store: Store, keys: RunKeys) -> Mode:
-    """Return the mode of a run with trainer and engines apart."""
+    """Return the mode of a run whose trainer and engines do not share GPUs, from its recorded config."""
     run = config_of(store, keys)["run"]
     staleness = run["max_staleness"] if run["async_mode"] == "streaming" else None
     return Mode(keys.run, run["async_buffer_size"], run["update_weights_interval"], staleness)
@@ -567,8 +576,7 @@ def print_fit(uri: str, runs: Sequence[str]) -> None:
     for run in runs:
         keys = RunKeys(run)
         numbers = store.committed_indices(f"{keys.prefix}/steps")
-        first = read_commit(store, keys.rollout_prefix(numbers[0]))
-        start = first.created_at - sum(first.seconds.values())
+        start = read_commit(store, keys.rollout_prefix(numbers[0])).started_at
         measured = [read_commit(store, keys.step_prefix(number)).created_at - start for number in numbers]
         rounds = list(itertools.islice(itertools.cycle(workload.rounds), len(numbers)))
         predicted = simulate(replace(workload, rounds=rounds), mode_of(store, keys)).ends

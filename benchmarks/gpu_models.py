@@ -25,10 +25,11 @@ MODELS = [*QWEN3, "llama-8b", "moe", "30b-a3b"]
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Write the bf16 model `name` to `directory`/`name`, if it does not exist, and return this path: a shape of Qwen3,
-    "llama-8b" (Llama-3.1-8B), "30b-a3b" (Qwen3-30B-A3B), or "moe", the latter cut to two layers. It is made on a GPU if
-    there is one, in a process of its own, which then frees the GPU's memory, and is renamed from `name`.unfinished, so
-    that an interrupted write is not taken for a model.
+    """Write a bf16 model to `directory`/`name`, if it does not exist, and return this path.
+
+    Names are the shapes of QWEN3, "llama-8b" (Llama-3.1-8B), "30b-a3b" (Qwen3-30B-A3B), and "moe" (two layers of
+    Qwen3-30B-A3B). The model is made on a GPU if there is one, by a new process, whose end frees the GPU's memory. The
+    directory has the name `name`.unfinished until the model is complete.
 
     Raises:
         RuntimeError: the process failed.
@@ -59,9 +60,9 @@ def _write_model(name: str, path: Path) -> None:
 
 
 def train_arguments(directory: Path, model: str, run: str, prompt_tokens: int = PROMPT_TOKENS) -> list[str]:
-    """Make a model and prompts in `directory`, and return the options of `penstock train` with which the run `run`
-    trains it by the recipe of the benchmarks (gpu.toml), in the store `directory`/`run`, on responses of exactly the
-    maximum length; without CUDA in fp32."""
+    """Write a model and prompts into `directory`, and return the options with which `penstock train` trains the model.
+    They name the recipe of the benchmarks (gpu.toml), the run `run` and the store `directory`/`run`; all responses have
+    the maximum length. Without CUDA the model is trained in fp32."""
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)

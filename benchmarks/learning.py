@@ -23,6 +23,10 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from report import parse_options
+
 ESTIMATORS = get_args(TrainConfig.model_fields["advantage_estimator"].annotation)
 NUM_LAST_ROUNDS = 5  # number of rounds at the end whose rewards are averaged
 
@@ -34,8 +38,7 @@ def main() -> int:
         "--estimators", nargs="+", choices=ESTIMATORS, default=["grpo", "gspo", "ppo", "reinforce_plus_plus"]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    own, train_options = split_arguments(sys.argv[1:])
-    options = parser.parse_args(own)
+    options = parse_options(parser)
     print(
         "| estimator | seed | mean reward of round 0 | of the last 5 rounds | greedy held-out reward before | after |",
         flush=True,
@@ -43,23 +46,11 @@ def main() -> int:
     print("|---|---|---|---|---|---|", flush=True)
     for seed in options.seeds:
         model, data = make_model_and_data(options.directory / "inputs", seed)
-        sft = train(
-            "sft",
-            f"sft-seed{seed}",
-            options.directory,
-            model,
-            data / "sft.jsonl",
-            seed,
-            ["--config", recipe_path("sft")],
-        )
+        recipe = ["--config", recipe_path("sft")]
+        sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, recipe)
         for estimator in options.estimators:
-            arguments = [
-                *estimator_options(estimator),
-                "--eval-prompt-data",
-                "heldout",
-                data / "heldout.jsonl",
-                *train_options,
-            ]
+            evaluation = ["--eval-prompt-data", "heldout", data / "heldout.jsonl"]
+            arguments = [*estimator_options(estimator), *evaluation, *options.train_options]
             start = export_directory(options.directory, sft)
             run = train(
                 "train", f"{estimator}-seed{seed}", options.directory, start, data / "train.jsonl", seed, arguments
@@ -68,22 +59,15 @@ def main() -> int:
     return 0
 
 
-def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before and after `--`."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:end], arguments[end + 1 :]
-
-
 def recipe_path(name: str) -> Path:
     return RECIPES / f"demo-{name.replace('_', '-')}.toml"
 
 
 def estimator_options(estimator: str) -> list[str | Path]:
     """Return the options of `penstock train` for an estimator: the demo's recipe, and its own recipe if it has one."""
-    own_recipe: list[str | Path] = (
-        ["--config", recipe_path(estimator)] if recipe_path(estimator).exists() and estimator != "grpo" else []
-    )
-    return ["--config", recipe_path("grpo"), *own_recipe, "--advantage-estimator", estimator]
+    recipes = dict.fromkeys([recipe_path("grpo"), recipe_path(estimator)])
+    options = [word for recipe in recipes if recipe.exists() for word in ("--config", recipe)]
+    return [*options, "--advantage-estimator", estimator]
 
 
 def train(
@@ -110,7 +94,7 @@ def export_directory(directory: Path, run: str) -> Path:
 
 
 def table_row(estimator: str, seed: int, store: Store, keys: RunKeys) -> str:
-    """Return the rewards of a run as a row of the Markdown table."""
+    """Return the rewards of a run as a row of the Markdown table that `main` prints."""
     rounds = store.committed_indices(f"{keys.prefix}/rollouts")
     rewards = [read_commit(store, keys.rollout_prefix(r)).summary["rollout/raw_reward"] for r in rounds]
     heldout = [

@@ -4,9 +4,10 @@ Prints JSON.
     python benchmarks/live_page.py [--rounds 10000] [--samples 100] [--repeats 50]
 
 The run is synthetic: every round has a commit of a rollout with `samples` samples and one of a step, with 60 metrics
-each; an evaluation and a checkpoint every 20 rounds. `opening` is the first reading of all commits, in answers of which
-`opening_max_ms` is the slowest; `unchanged` an answer when nothing is new, `new_round` one after a new round,
-`samples` the one with the newest samples. `browser` is a refresh in the browser, with its request and the drawing.
+each; an evaluation and a checkpoint every 20 rounds. `opening` is the first reading of all commits, which takes several
+answers; `opening_max_ms` is the slowest one. `unchanged` is an answer when nothing is new, `new_round` an answer after
+a new round, `samples` the answer with the newest samples. `browser` is a refresh in the browser, from its request to
+the end of the drawing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def make_run(store: Store, num_rounds: int, num_samples: int) -> RunKeys:
-    """Write a synthetic run, which is running, to the store."""
+    """Write a synthetic run to the store. It has a start without an end, as a running run has."""
     words = ["--run", "bench", "--store", str(store.root), "--hf-checkpoint", "model", "--num-rollout", "99999"]
     keys = open_run(store, resolve("train", parse_config([*words, "--prompt-data", "data.jsonl"]), store))
     record_start(store, keys, Start())
@@ -101,7 +102,7 @@ def write_status(store: Store, keys: RunKeys) -> None:
 
 
 def measure_server(server: PageServer, store: Store, keys: RunKeys, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the milliseconds of answers."""
+    """Return the milliseconds and sizes of the server's answers, by the names in the module's docstring."""
     connection = HTTPConnection("127.0.0.1", server.server_port)
 
     def ask(path: str) -> tuple[float, bytes]:

@@ -29,6 +29,7 @@ from penstock.storage.store import Store
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_models import RECIPE, make_model, write_prompts
+from report import parse_options
 
 TWO_RANKS = "--actor-num-gpus-per-node 2"
 TP2 = f"{TWO_RANKS} --tensor-model-parallel-size 2 --sequence-parallel"
@@ -62,8 +63,7 @@ def main() -> int:
     parser.add_argument("--concurrent", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--no-replay", action="store_true")
     parser.add_argument("--timeout", type=float, default=400, help="seconds of one command")
-    options, train_options = parser.parse_known_args()
-    options.train_options = [word for word in train_options if word != "--"]
+    options = parse_options(parser)
     directory: Path = options.directory
     directory.mkdir(parents=True, exist_ok=True)
     write_prompts(directory / "prompts.jsonl")

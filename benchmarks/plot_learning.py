@@ -3,9 +3,9 @@
     python benchmarks/plot_learning.py [FILE ...] [--methods grpo trl] [--peer trl] [--output FILE.svg]
 
 FILE is JSON with reports of gpu/real_model.py under `runs`, by name; by default results/smollm2-h100.json. Names that
-differ only in `-seedN` are seeds of one method and get one color. Methods whose names begin with that of `--peer` are
-dashed. Without --methods all are drawn. The background is white, so that the picture is readable on a dark page as
-well.
+differ only in `-seedN` are seeds of one method and get one color. Lines of methods whose names begin with the name in
+--peer are dashed. Without --methods all are drawn. The background is white, so that the picture is readable on a dark
+page as well.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Panel:
 
 
 def tick_step(limit: float, count: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, ... times a power of ten that divides 0 to `limit` into at most `count`
-    parts."""
+    """Return the distance between ticks: the smallest 1, 2 or 5 times a power of ten that divides the range from 0 to
+    `limit` into at most `count` parts."""
     power = 10.0 ** math.floor(math.log10(limit / count))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= limit / count - 1e-12)
 
@@ -86,7 +86,7 @@ def reward_points(run: dict[str, Any]) -> list[Point]:
 
 
 def accuracies(run: dict[str, Any], task: str) -> list[tuple[int, float, float, float]]:
-    """Return rounds before an evaluation, accuracy and the ends of its interval, for each evaluation of a task."""
+    """Return (trained rounds, accuracy, lower and upper end of its interval) for each evaluation on a task."""
     evaluations = run["held out"].get(task, {}).items()
     return sorted((int(rounds), entry["accuracy"], *entry["interval"]) for rounds, entry in evaluations)
 

@@ -45,6 +45,7 @@ from penstock.storage.store import Store
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_models import MODELS, make_model, write_prompts
+from report import parse_options
 
 CASES = {"tensor": ["--actor-num-gpus-per-node", "2"], "nccl": ["--rollout-num-gpus", "1"]}
 UPDATES = 8
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--model", choices=MODELS, default="0.6b")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    options, train_options = parser.parse_known_args()
+    options = parse_options(parser)
     environment.set_default_variables()
     options.directory.mkdir(parents=True, exist_ok=True)
     model = make_model(options.model, options.directory)
@@ -63,7 +64,7 @@ def main() -> int:
     report: dict[str, Any] = {"model": options.model, "bytes": num_bytes, "raw": raw_copies(num_bytes)}
     store = Store(str(options.directory / "store"))
     for kind in options.cases:
-        words = [*CASES[kind], "--update-weight-transport", kind, *(word for word in train_options if word != "--")]
+        words = [*CASES[kind], "--update-weight-transport", kind, *options.train_options]
         seconds = updates(store, model, words)
         report[kind] = {"first": seconds[0], "median": statistics.median(seconds[1:]), "all": seconds}
         print(json.dumps(report), flush=True)
@@ -80,8 +81,8 @@ def updates(store: Store, model: Path, words: list[str]) -> list[float]:
 def trainer_and_engines(
     store: Store, model: Path, words: list[str]
 ) -> Iterator[tuple[EnginePool, Callable[[], float]]]:
-    """Start trainer and engines with further options of `penstock train`. Yields the engines, and a function that sends
-    them the trainer's weights and returns the seconds."""
+    """Start trainer and engines with further options of `penstock train`. Yield the engines, and a function that sends
+    them the trainer's weights and returns the seconds that this took."""
     inputs = ["--hf-checkpoint", str(model), "--prompt-data", str(write_prompts(model.parent / "prompts.jsonl"))]
     config = parse_config(["--run", "publish", "--store", store.uri, "--params-dtype", "bf16", *inputs, *words])
     cluster, options = Cluster.start(), with_adapters(engine_options(config), config, None)

@@ -12,16 +12,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validate_config
+from penstock.flows.config import PostTrainConfig, RunConfig
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.commit import CheckpointRef, RunKeys
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from run import tiny_config
 
 
 def main() -> None:
@@ -44,32 +48,19 @@ def main() -> None:
         root = Path(scratch)
         make_tiny_model(root / "model", max_length=1024)
         make_tiny_data(root / "data")
-        config = tiny_config(root, rounds=12, save_interval=4)
+        # Responses of 128 tokens, so that generation takes measurable time.
+        rollout = {"rm_type": "random", "rollout_max_response_len": 128, "rollout_sampling": {"ignore_eos": True}}
+        run = {"run": "bench", "store": str(root / "store"), "num_rollout": 12, "save_interval": 4}
+        config = tiny_config(root, run=run, rollout=rollout)
         from penstock.flows.runtime.runner import run_flow
 
         assert run_flow("train", config) == 0
         measure_recovery(config, options.versions)
 
 
-def tiny_config(root: Path, rounds: int, save_interval: int) -> PostTrainConfig:
-    """Return the demo's GRPO recipe with responses of 128 tokens, so that generation takes measurable time."""
-    values = read_toml(RECIPES / "demo-grpo.toml")
-    del values["eval"]
-    values["convert"] = {"hf_checkpoint": str(root / "model")}
-    values["run"] = {
-        "run": "bench",
-        "store": str(root / "store"),
-        "num_rollout": rounds,
-        "save_interval": save_interval,
-    }
-    values["rollout"] |= {"prompt_data": [str(root / "data" / "train.jsonl")], "rm_type": "random"}
-    values["rollout"] |= {"rollout_max_response_len": 128, "rollout_sampling": {"ignore_eos": True}}
-    return validate_config(values)
-
-
 def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
-    """Recover the run's last policy from each of the `versions`; print the seconds, and the ratio to generating and
-    training the rounds again."""
+    """Recover the run's last policy from each of the `versions`. Print the seconds, and their ratio to the seconds that
+    generating and training the rounds again would take."""
     from penstock.engines.cluster import Cluster
     from penstock.engines.families import read_shape
     from penstock.stages.train.restore import PolicyRestorer
@@ -118,11 +109,9 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
             f"  {name:<18}{started:8.1f}{loaded:8.1f}{replayed:8.1f}{replayed / (rounds - version):11.2f}{again:26.1f}"
             f"{(loaded + replayed) / again:8.2f}"
         )
-    train = statistics.median(
-        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.step_prefix(r)))
-    )
-    rollout = statistics.median(
-        sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(keys.rollout_prefix(r)))
+    train, rollout = (
+        statistics.median(sum(c.seconds.values()) for r in range(rounds) if (c := store.committed(prefix_of(r))))
+        for prefix_of in (keys.step_prefix, keys.rollout_prefix)
     )
     print(f"  medians per round: rollout {rollout:.2f} s, training {train:.2f} s")
     cluster.stop()

@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("torch", "megatron-core", "sglang", "flash-attn-4", "triton", "ray", "prefect", "transformers", "trl")
 
 
@@ -44,14 +42,12 @@ def write_report(options: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 def describe_setup(options: argparse.Namespace) -> dict[str, Any]:
     """Return hardware, software versions, settings and git commit of a measurement."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "commit", "directory")}
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = options.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "hardware": f"{', '.join(gpus) or 'no GPU'}; {len(os.sched_getaffinity(0))} CPU cores",
         "software": {name: found for name in PACKAGES if (found := installed_version(name))},

@@ -101,7 +101,8 @@ def commit_round(store: Store, keys: RunKeys, r: int, samples: list[Sample]) -> 
 
 
 def write_tokens_of_trainer(directory: Path, samples: list[Sample]) -> None:
-    """Write the trainer's log-probs, 0.02 from those of the engine on average, and advantages of +0.5 and -0.5."""
+    """Write log-probs of the trainer, which differ from the engine's by 0.02 on average, and advantages of +0.5 or -0.5
+    for each trained token."""
     ids = pa.chunked_array([[sample.sample_id for sample in samples]], pa.string())
     counts = np.array([sum(sample.loss_mask) for sample in samples])
     logprobs = np.concatenate([np.array(s.rollout_logprobs)[np.array(s.loss_mask) == 1] for s in samples])

@@ -98,20 +98,17 @@ def round_seconds(store: Store, keys: RunKeys, r: int, published: dict[int, floa
     Args:
         published: round -> seconds of the weight update after it.
     """
-    before, step, rollout = (
-        store.committed(keys.step_prefix(r - 1)),
-        store.committed(keys.step_prefix(r)),
-        store.committed(keys.rollout_prefix(r)),
-    )
+    before, step = store.committed(keys.step_prefix(r - 1)), store.committed(keys.step_prefix(r))
+    rollout = store.committed(keys.rollout_prefix(r))
     assert before and step and rollout
     wall = step.created_at - before.created_at
     parts = {"publish": published.get(r - 1, 0.0), "waiting for the checkpoint": 0.0}
     for name, seconds in [*rollout.seconds.items(), *step.seconds.items()]:
         label = WORK.get(name, name)
         parts[label] = parts.get(label, 0.0) + seconds
-    if saved := store.committed(keys.checkpoint_prefix(r)):  # is saved during the rollout
-        generated_from, save = rollout.created_at - sum(rollout.seconds.values()), saved.seconds["save"]
-        hidden = min(saved.created_at, rollout.created_at) - max(saved.created_at - save, generated_from)
+    if saved := store.committed(keys.checkpoint_prefix(r)):  # the checkpoint is saved during the rollout
+        save = saved.seconds["save"]
+        hidden = min(saved.created_at, rollout.created_at) - max(saved.created_at - save, rollout.started_at)
         parts["waiting for the checkpoint"] = save - max(0.0, hidden)
     parts["Prefect, commits, other"] = wall - sum(parts.values())
     work = sum(parts.get(label, 0.0) for label in ("generation", "grading", "training"))
@@ -161,12 +158,12 @@ def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
 def measure_rollout_stage(
     config: PostTrainConfig, store: Store, repeats: int
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Start the engines of `config`, and generate its first round: "requests" sends the round's requests to the first
-    engine without the stage, "stage" is the whole rollout stage with its commit. The prefix cache is flushed before
-    each measurement.
+    """Start the engines of `config`, and generate its first round repeatedly: "requests" sends the round's requests to
+    the first engine without the stage, "stage" is the whole rollout stage with its commit. The prefix cache is flushed
+    before each measurement.
 
     Returns:
-        tokens/s of each measurement: {"requests": [...], "stage": [...]}, measured in the order requests, stage, stage,
+        {"requests": [...], "stage": [...]}, the tokens/s of each measurement in the order requests, stage, stage,
         requests, `repeats` times; and the seconds of each stage.
     """
     from penstock.engines.cluster import Cluster

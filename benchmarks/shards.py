@@ -3,10 +3,10 @@ column: CPU time to write and read, bytes per token.
 
     python benchmarks/shards.py [--groups 128] [--turns 9]
 
-Times are medians of CPU seconds, measured alternately, so that other load on the machine affects all alike. The samples
-are synthetic: groups of 8 with a prompt of 60 to 300 tokens and responses of about 900, token ids from a vocabulary of
-150,000 with Zipf's law, about five letters of text per token, log-probs with random mantissa (the worst case for
-compression), and tool tokens in every third response.
+Times are medians of CPU seconds. The formats are measured alternately, so that other load on the machine affects them
+equally. The samples are synthetic: groups of 8 with a prompt of 60 to 300 tokens and responses of about 900, token ids
+from a vocabulary of 150,000 with Zipf's law, about five letters of text per token, log-probs with random mantissa (the
+worst case for compression), and tool tokens in every third response.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def make_samples(num_groups: int) -> list[Sample]:
     """Return `num_groups` groups of synthetic samples, as the module docstring describes them."""
     rng = np.random.default_rng(0)
     shares = np.cumsum(1 / (np.arange(VOCABULARY) + 2.7) ** 1.05)  # Zipf's law with Mandelbrot's shift
-    lengths = (
-        rng.integers(1, 4, VOCABULARY) + np.log2(np.arange(VOCABULARY) + 2).astype(int) // 3
-    )  # frequent words are short
+    # Frequent words are short.
+    lengths = rng.integers(1, 4, VOCABULARY) + np.log2(np.arange(VOCABULARY) + 2).astype(int) // 3
     letters = np.frombuffer(b"etaoinshrdlcumwfgypbvk", dtype=np.uint8)
     words = [
         " " + bytes(letters[np.minimum(rng.geometric(0.12, length), len(letters)) - 1]).decode() for length in lengths
@@ -129,11 +128,8 @@ def compare_encodings(table: pa.Table, num_tokens: int, scratch: Path, turns: in
         "response": {"plain": None, "delta": "DELTA_LENGTH_BYTE_ARRAY"},
     }
     for column, known in choices.items():
-        leaf, one, path = (
-            column if column == "response" else f"{column}.list.element",
-            table.select([column]),
-            scratch / "column.parquet",
-        )
+        leaf = column if column == "response" else f"{column}.list.element"
+        one, path = table.select([column]), scratch / "column.parquet"
         for level in (1, 3):
             ways: dict[str, dict[str, Any]] = {"dictionary": {"use_dictionary": True}}
             for name, encoding in known.items():

@@ -45,9 +45,8 @@ class Work:
 
 MODELS = {
     "tiny": Work(2, 128, 4, 2, 32, 384, 64, length=12, num_sequences=256, dtype="fp32"),  # the demo's model
-    "small": Work(
-        4, 256, 4, 2, 64, 768, 4096, length=256, num_sequences=8, dtype="fp32"
-    ),  # the LM head has a quarter of the parameters, as in 0.6b
+    # The LM head has a quarter of the parameters, as in 0.6b.
+    "small": Work(4, 256, 4, 2, 64, 768, 4096, length=256, num_sequences=8, dtype="fp32"),
     "0.6b": Work(28, 1024, 16, 8, 128, 3072, 151936, length=2048, num_sequences=8, dtype="bf16"),
     "1.7b": Work(28, 2048, 16, 8, 128, 6144, 151936, length=2048, num_sequences=4, dtype="bf16"),
 }
@@ -74,9 +73,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-    )  # both loops share the allocator's cache
+    # Both loops share the allocator's cache.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     work = MODELS[options.model or ("small" if options.device == "cpu" else "0.6b")]
 
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
@@ -100,7 +98,8 @@ def compare_loops(work: Work, options: argparse.Namespace) -> None:
     steps: dict[str, Step] = {"penstock": penstock.step, "plain": plain.step}
     (loss, norm), (plain_loss, plain_norm) = penstock.sft_step(), plain.step()[1]
     print(f"{torch.__version__}, {penstock.engine.fingerprint()['device']}, {work}")
-    print(f"one SFT step: loss {loss:.6f} and {plain_loss:.6f}, gradient norm {norm:.6f} and {plain_norm:.6f}")
+    print("one SFT step of both loops, penstock and plain: ", end="")
+    print(f"loss {loss:.6f} and {plain_loss:.6f}, gradient norm {norm:.6f} and {plain_norm:.6f}")
     assert np.allclose((loss, norm), (plain_loss, plain_norm), rtol=TOLERANCE[work.dtype]), (
         "the two loops compute different losses or gradients"
     )
@@ -134,11 +133,8 @@ def measure(step: Step) -> tuple[float, float, float]:
     start = time.perf_counter()
     step_seconds = step()[0]
     wall = time.perf_counter() - start
-    return (
-        step_seconds,
-        wall,
-        (torch.cuda.max_memory_allocated() - before) / 2**30 if torch.cuda.is_available() else 0.0,
-    )
+    peak = torch.cuda.max_memory_allocated() - before if torch.cuda.is_available() else 0
+    return step_seconds, wall, peak / 2**30
 
 
 def print_speeds(tokens: int, seconds: dict[str, list[float]], whole: list[float], peaks: dict[str, float]) -> None:
@@ -171,14 +167,12 @@ def print_profile(name: str, step: Step) -> None:
     from torch.profiler import ProfilerActivity
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.profiler.profile(
-        activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
-    ) as profiler:
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+    with torch.profiler.profile(activities=activities) as profiler:
         step()
-    print(
-        f"\n{name}\n"
-        + profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30, max_name_column_width=70)
-    )
+    averages = profiler.key_averages()
+    table = averages.table(sort_by=f"self_{device}_time_total", row_limit=30, max_name_column_width=70)
+    print(f"\n{name}\n{table}")
 
 
 # ---- the data and the model ------------------------------------------------------------------------------------------
@@ -257,7 +251,7 @@ class PenstockLoop:
 
 
 class PlainLoop:
-    """A training loop of Megatron-core's own functions, starting from a copy of Penstock's current weights."""
+    """A training loop of Megatron-core's own functions. It starts from a copy of Penstock's current weights."""
 
     def __init__(self, work: Work, batch: Any, penstock: PenstockLoop) -> None:
         from penstock.engines.megatron.model.layers import transformer_block_spec
@@ -276,13 +270,10 @@ class PlainLoop:
 
         shape = model_shape(work)
         config = transformer_config(shape, dtype=work.dtype)
-        embedding = {
-            "position_embedding_type": "none",
-            "share_embeddings_and_output_weights": True,
-        }  # Penstock's attention applies RoPE
-        model = GPTModel(config, transformer_block_spec(shape, config, None), work.vocab, work.length, **embedding).to(
-            penstock.engine.device
-        )
+        # No position embedding, since Penstock's attention applies RoPE.
+        embedding = {"position_embedding_type": "none", "share_embeddings_and_output_weights": True}
+        model = GPTModel(config, transformer_block_spec(shape, config, None), work.vocab, work.length, **embedding)
+        model = model.to(penstock.engine.device)
         model.load_state_dict(penstock.engine.chunks[0].state_dict())
         buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(config, buffers, model)
@@ -298,13 +289,8 @@ class PlainLoop:
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             **{"init_lr": 0.0, "max_lr": OPTIMIZER["lr"], "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1},
-            **{
-                "lr_decay_style": "constant",
-                "start_wd": 0.1,
-                "end_wd": 0.1,
-                "wd_incr_steps": 0,
-                "wd_incr_style": "constant",
-            },
+            **{"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 0},
+            **{"lr_decay_style": "constant", "wd_incr_style": "constant"},
         )
         self.microbatches = [
             make_microbatch(work, tokens, shape, penstock.engine)
@@ -352,10 +338,7 @@ def make_microbatch(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> 
     parts |= {"token_ids": ids, "position_ids": positions, "cu_seqlens": starts, "max_seqlen": work.length}
     stream = pack_stream(PackedMicrobatch(**parts), engine.device, kernel=engine.attention_kernel)
     stream.cos_sin = rope_cos_sin(stream.positions, rope_dim(shape), shape.rotary)
-    labels, counted = (
-        ids.roll(-1),
-        (positions != work.length - 1).float(),
-    )  # the last token of a sequence predicts nothing
+    labels, counted = ids.roll(-1), (positions != work.length - 1).float()  # the last token has no label
     return (*(x[None].to(engine.device) for x in (ids, positions, labels, counted)), stream)
 
 
@@ -366,8 +349,8 @@ def forward_step(microbatches: Iterator[tuple[Any, ...]], model: Any) -> tuple[A
 
 
 def sum_losses(counted: Any, losses: Any) -> tuple[Any, ...]:
-    """Return the sum of the losses of counted tokens, their number, and both again for the report. Megatron divides the
-    gradients of a step by the number of tokens of the step (`calculate_per_token_loss`)."""
+    """Return the sum of the losses of counted tokens, the number of these tokens, and both again for the report.
+    Megatron divides the gradients of a step by the number of the step's tokens (`calculate_per_token_loss`)."""
     loss, number = (losses * counted).sum(), counted.sum().int()
     return loss, number, (loss.detach(), number)
 

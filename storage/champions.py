@@ -1,8 +1,8 @@
-"""The registry: which policy is the champion of a named model, and every decision about it.
+"""The registry: the champion (the best policy) of each named model, and every decision about it.
 
 `registry/<model>/<number>.json` is one decision: a promotion, a refusal with its numbers, or a rollback. Decisions are
-appended by conditional create, so two concurrent promotions cannot both replace the same champion. The champion is the
-one that the last decision names; trackers derive their versions and aliases from these records.
+appended by conditional create, so two concurrent promotions cannot both replace the same champion. The last decision
+names the champion. MLflow's model versions and aliases are derived from these records.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Policy(Frozen):
 
 
 class Condition(Frozen):
-    """A condition of a promotion with the numbers that it was checked with.
+    """A condition of a promotion, and the numbers with which it was checked.
 
-    The 95 % interval is that of the mean difference, candidate minus champion, paired over the prompts.
+    `low` and `high` are the bounds of the 95 % interval of the mean difference in reward, candidate minus champion,
+    paired over the prompts.
     """
 
     data_set: str
-    required: float | None  # minimum of the lower bound (without a champion: of the candidate's mean); None: no limit
+    required: float | None  # `low` must exceed it (without a champion: `candidate_mean`); None: no limit
     holds: bool
     candidate_mean: float
     champion_mean: float | None = None  # None: there was no champion
@@ -78,7 +79,7 @@ class Decision(Frozen):
 
 
 def policies_of(decisions: list[Decision]) -> list[Policy]:
-    """Return the policies that decisions name, in order and without repetitions."""
+    """Return the policies that decisions name as candidate or champion, in order, each once."""
     return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
 
 
@@ -101,29 +102,29 @@ def champion(store: Store, model: str) -> Policy | None:
 
 
 def export_of_champion(store: Store, model: str) -> str:
-    """Return the directory of the export of a model's champion."""
+    """Return the local directory to which a model's champion was exported."""
     policy = champion(store, model)
     if policy is None:
         raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
     commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
     if commit is None or commit.attempt is None or not store.is_local:
         raise RunError(
-            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote the last version of a "
-            "run, which is exported, or give --hf-checkpoint a directory"
+            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote a policy version that "
+            "was exported (the last one of a run is), or give --hf-checkpoint a directory"
         )
     return store.path(commit.attempt)
 
 
 def record_decision(store: Store, model: str, after: int, decision: Decision) -> None:
-    """Record a decision about a model that had `after` decisions when it was made. Raises RunError if another process
-    has recorded a decision since then."""
+    """Append a decision about a model. `after` is the number of decisions that existed when it was made. Raises
+    RunError if another process has recorded a decision since then."""
     key = f"{model_prefix(model)}/{after:06d}.json"
     if not store.create(key, decision.model_dump_json(indent=1).encode()):
         raise RunError(f"another process changed the champion of {model!r} during this command: run the command again")
 
 
 def model_prefix(model: str) -> str:
-    """Return the store prefix of a model's decisions."""
+    """Return the directory of a model's decisions in the store. Raises RunError if the model's name is invalid."""
     if not is_run_name(model):
         raise RunError(
             f"{model[:80]!r} is not a valid model name: use letters, digits, dot, dash and underscore, and begin with "

@@ -60,9 +60,9 @@ def is_run_name(name: str) -> bool:
 
 
 TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
-DEBUG_DATA = "debug_rollout_data"  # in a rollout's `inputs`: role of the file given to --load-debug-rollout-data
+DEBUG_DATA = "debug_rollout_data"  # role, in a rollout's `inputs`, of the file given to --load-debug-rollout-data
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
-STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # commits in a run; a model does not belong to a run
+STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # kinds of a run's own commits; models are shared
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
@@ -176,19 +176,19 @@ class Commit(BaseModel):
 
     @property
     def writer(self) -> str:
-        """Return the run that wrote the files; "" for models, which do not belong to a run, and for commits without
-        files. For a commit that a fork copied from its parent, it is the run that the fork copied."""
+        """Return the name of the run that wrote the files: for a commit that a fork copied, the original run; "" for
+        converted models, which runs share, and for commits without files."""
         parts = (self.attempt or "").split("/")
         return parts[1] if parts[0] == "runs" else ""
 
     def shards(self, name: str = TRAINED) -> list[FileRecord]:
-        """Return the shards `<name>-00000.parquet`, ... (TRAINED or BUFFER), in the order of their names."""
+        """Return the shards with the name TRAINED or BUFFER, in order: `<name>-00000.parquet`, ..."""
         pattern = re.compile(rf"{name}-\d+\.parquet")
         files = [file for file in self.files if pattern.fullmatch(file.path.rpartition("/")[2])]
         return sorted(files, key=lambda file: file.path)
 
     def num_samples(self, name: str = TRAINED) -> int:
-        """Return the number of samples in the shards (TRAINED or BUFFER)."""
+        """Return the number of samples in the shards with the name TRAINED or BUFFER."""
         return sum(file.rows or 0 for file in self.shards(name))
 
 
@@ -201,13 +201,13 @@ def eval_rewards(commit: Commit) -> dict[str, float]:
 
 
 def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
-    """Return round -> mean reward of its samples."""
+    """Return the training curve: round -> mean reward of the round's samples."""
     rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
     return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
 
 
 def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
-    """Return data set -> policy version -> mean reward of the evaluations."""
+    """Return the evaluation curves: data set -> policy version -> mean reward."""
     scores: dict[str, dict[int, float]] = defaultdict(dict)
     for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
         for task, reward in eval_rewards(commit).items():
@@ -216,7 +216,7 @@ def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """Set `digest` of `commit` in place, escape invalid text in it, and return it as JSON."""
+    """Escape text in `commit` that is not valid Unicode, set its `digest`, both in place, and return it as JSON."""
     commit.digest = ""
     for name in ("inputs", "seconds", "summary", "state"):
         setattr(commit, name, escape_invalid_text(getattr(commit, name)))
@@ -251,7 +251,7 @@ def has_matching_digest(commit_json: bytes) -> bool:
 
 
 JOURNAL = ".journal"  # suffix of the store prefix of a round's journal
-ADAPTERS = "lora"  # key in `state` of a checkpoint that has only LoRA adapters: their options
+ADAPTERS = "lora"  # key of the adapters' options in the `state` of a checkpoint that contains only LoRA adapters
 ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of the models that a run starts with
 
 
@@ -320,7 +320,7 @@ _ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attemp
 
 
 def attempt_in_path(path: str) -> str | None:
-    """Return the key of the files of a checkpoint, an export or a model, from their path in a store, wherever that is:
+    """Return the store key of the directory of a checkpoint, an export or a converted model from its path in any store:
     "/data/runs/runs/r/exports/000005/attempt-0a" -> "runs/r/exports/000005/attempt-0a". None for other paths."""
     match = _ATTEMPT.search(path)
     return match[0] if match else None

@@ -76,7 +76,7 @@ def option(
     assert not (secret and mutability == "identity"), (
         'a field with mutability "identity" cannot be secret: its recorded value is hashed and compared on resume'
     )
-    # The key is "change", not "mutability": it is part of the JSON schema of Prefect deployments.
+    # In the JSON schema of a Prefect deployment, the key "change" says whether the option may change.
     extra: dict[str, Any] = {"change": mutability, "aliases": list(aliases), "secret": secret}
     if "default_factory" in constraints:
         return Field(json_schema_extra=extra, **constraints)
@@ -90,7 +90,7 @@ def field_meta(field: FieldInfo) -> FieldMeta:
 
 
 def section_model(field: FieldInfo) -> type[StageConfig] | None:
-    """Return the config of a field that is a section, perhaps an optional one, and None for an option."""
+    """Return the config class of a field that is a section, also an optional one; None if the field is an option."""
     for kind in typing.get_args(field.annotation) or [field.annotation]:
         if isinstance(kind, type) and issubclass(kind, StageConfig):
             return kind
@@ -98,7 +98,8 @@ def section_model(field: FieldInfo) -> type[StageConfig] | None:
 
 
 def entries_of(values: Any, section: str) -> dict[str, Any]:
-    """Return the entries of a section in the values of a config; {} if it is absent or not a table."""
+    """Return the entries of a section (such as `train.lora`) in a config's values; {} if it is absent or not a
+    table."""
     for part in section.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}

@@ -27,10 +27,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHUNK = 16 << 20  # bytes per read
-MAX_FILE = 1 << 30  # bytes that are read into memory at once
+MAX_FILE = 1 << 30  # default limit of `read_file`, in bytes
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux; not in `os`
 SYNC_FILE_RANGE_WRITE = 2  # begin to write the range, and do not wait
-WRITEBACK = 16 << 20  # bytes that are written to the disk at once while a file grows
+WRITEBACK = 16 << 20  # least bytes of an early write (`write_back`)
 _NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 releases the GIL (measured: 27 GB/s per core)
 _NUM_TRIES = 20  # to create a file in a directory that other processes keep removing
 # Error codes of link(2) on file systems without hard links: FAT, some FUSE and CIFS mounts.
@@ -44,7 +44,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     """Write a file atomically and fsync it, unless it exists. Return whether this call wrote it.
 
-    `single_writer`: no other process creates `target`, so that hard links are not needed.
+    With `single_writer`, the file system needs no hard links, but no other process may create `target`.
     """
     with translate_disk_full(target.parent):
         created = _publish(target, data, lambda temporary: _link_or_rename(temporary, target, single_writer), sync=True)
@@ -170,7 +170,7 @@ def remove_empty_directories(top: Path) -> None:
 
 def _remove_if_empty(directory: Path) -> bool:
     """Remove a directory if it is empty. Return whether it no longer exists."""
-    with suppress(OSError):  # it is not empty, or another process has removed it
+    with suppress(OSError):  # the directory is not empty, or another process has removed it
         directory.rmdir()
     return not directory.exists()
 
@@ -208,9 +208,12 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE) -> bytes:
 
 
 def write_back(file: BinaryIO, start: int, end: int) -> int:
-    """Ask the kernel to start writing the bytes [start, end) of a file to the disk, and return `end`; return `start` if
-    they are fewer than WRITEBACK bytes. Otherwise the disk would be idle until the kernel holds many unwritten bytes,
-    or until fsync. Errors of these early writes are reported by fsync."""
+    """Ask the kernel to start writing the bytes [start, end) of a growing file to the disk, and return `end`. If they
+    are fewer than WRITEBACK bytes, do nothing and return `start`.
+
+    Without these early writes the disk is idle until the kernel holds many unwritten bytes, or until fsync. fsync
+    reports their errors.
+    """
     if end - start < WRITEBACK:
         return start
     if _sync_file_range:
@@ -223,9 +226,9 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(Path(place) / name for place, _, names in os.walk(directory) for name in names)
 
 
-def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping[str, str] = {}) -> list[FileRecord]:
-    """Return the FileRecord of each file below `top`, the directory with the key `attempt`. `hashes` maps file names,
-    relative to `top`, to known hashes; the other files are hashed here."""
+def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping[str, str]) -> list[FileRecord]:
+    """Return a FileRecord for each file. The files are below `top`, whose key in the store is `attempt`. `hashes` maps
+    file names relative to `top` to known hashes; files that it lacks are read and hashed."""
 
     def record(file: Path) -> FileRecord:
         rows = None

@@ -129,9 +129,9 @@ class StoreFull(StoreError):
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the name in `known` that is most similar to the misspelled `word`, or has its letters in another order. If
-    there is none, return the only name that begins with `word` and a dash or underscore (`lr-decay` ->
-    `lr-decay-style`), or None."""
+    """Return the name in `known` that is most similar to the misspelled `word`, or that has the same letters in another
+    order. Otherwise return the name that continues `word` after a dash or underscore (`lr-decay` -> `lr-decay-style`)
+    if there is exactly one, else None."""
     names, text = list(known), word[:64]
     near = difflib.get_close_matches(text, names, n=1, cutoff=NEAR)
     near = near or [name for name in names if sorted(name) == sorted(text)]

@@ -24,6 +24,6 @@ def failpoint(point: str) -> None:
     try:
         (Path(directory) / point).rename(reached)
     except FileNotFoundError:
-        return  # not armed, or another process was first
+        return  # not armed, or another process has reached the failpoint first
     while reached.exists():
         time.sleep(0.002)

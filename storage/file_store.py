@@ -134,7 +134,7 @@ class FileStore:
     def list(self, prefix: str) -> builtins.list[str]:
         """Return the sorted names of files and directories directly under `prefix`, or [] if it does not exist.
 
-        Recently created files may be missing.
+        On NFS and some object stores, recently created files may be missing.
         """
 
         def names() -> Iterable[str]:

@@ -35,7 +35,7 @@ from penstock.storage.file_store import NUM_REQUESTS, FileStore
 
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
-SEAL_LIMIT = 3600.0  # seconds after which the writer of a sealed attempt without a commit is considered dead
+SEAL_LIMIT = 3600.0  # seconds; if a sealed attempt has no commit after that time, its writer is considered dead
 _LAST_RENEWAL = 5.0  # seconds for which `Lease.stop_renewing` waits for a renewal in progress
 SEALED, CONDEMNED = b"sealed", b""  # CONDEMNED is empty, so that `gc` can create it on a full disk
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts the time in which the machine is suspended
@@ -91,8 +91,8 @@ def new_driver_lease_key(keys: RunKeys) -> str:
 
 
 def describe_live_drivers(store: FileStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
-    """Return a description (`describe_lease_holder`) of every running driver of a run, except the holder of
-    `own_lease`."""
+    """Return a description of every running driver of a run (process id, host, last lease renewal), except the driver
+    that holds the lease with the key `own_lease`."""
     directory = f"{keys.prefix}/drivers"
     leases = [f"{directory}/{name}" for name in store.list(directory) if name.endswith(".lease")]
     others = [lease for lease in leases if lease != own_lease]
@@ -117,7 +117,8 @@ def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
     age = now - modified
     if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:
         age = time.clock_gettime(_CLOCK) - process["renewed"]
-    if abs(age) > TTL:  # negative if the store's clock was set back: a live holder would have renewed the lease since
+    # A negative age means that the store's clock was set back; a live holder would have renewed the lease since then.
+    if abs(age) > TTL:
         return None
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
     if is_local and process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
@@ -176,8 +177,8 @@ def claim_key(attempt: str) -> str:
 
 
 def needs_lease(attempt: str) -> bool:
-    """Return whether `penstock gc` may delete the directory `attempt` while its commit is missing, so that its writer
-    must protect it with a lease and a claim. False for journals, and for directories not named `attempt-*`."""
+    """Return whether a writer must protect the directory `attempt` with a lease and a claim, since `penstock gc`
+    deletes such directories if they have no commit. False for journals, and for directories not named `attempt-*`."""
     prefix, names = split_stage_key(attempt)
     return bool(prefix) and not prefix.endswith(JOURNAL) and len(names) == 1 and names[0].startswith("attempt-")
 

@@ -62,7 +62,7 @@ _TRANSIENT_CODES = {
     "XAmzContentSHA256Mismatch",
     "OperationAborted",
     "SlowDown",
-    "EntityTooSmall",  # this and the next: a part was truncated; retrying uploads the file again
+    "EntityTooSmall",  # this code and the next one: a part was truncated; a retry uploads the whole file again
     "InvalidPart",
 }
 _jitter = random.Random()  # separate, so that the run's seeded generators are not advanced
@@ -94,7 +94,7 @@ def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.Abstract
     if _is_s3(fs):
         if not root or root.startswith("/"):
             raise StoreError(f"--store {uri} does not name a bucket: give s3://BUCKET or s3://BUCKET/PREFIX")
-        fs.retries = 2  # instead of 5, since botocore retries below s3fs, and `call_with_retries` above it
+        fs.retries = 2  # instead of s3fs's default 5, since botocore and `call_with_retries` retry as well
     return fs, root
 
 
@@ -302,7 +302,8 @@ def modification_time(info: dict[str, Any]) -> float:
 
 
 def temporary_directory(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads."""
+    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads. Raises StoreFull if the
+    downloads do not fit."""
     place = tempfile.gettempdir()
     free = shutil.disk_usage(place).free
     if num_bytes > free:

@@ -1,5 +1,5 @@
-"""Cooperative preemption: a stop request with a grace period, and the exception that then ends a stage; and a time
-limit for user-defined code and patterns."""
+"""Cooperative preemption: a stop request with a grace period, and the exception that ends a stage after the request.
+Also a time limit for user-defined code and regular expressions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 45.0  # seconds for an import of user-defined code or a search for a user's pattern
+PATIENCE = 45.0  # seconds for an import of user-defined code, or for a search with a user-defined regular expression
 
 
 class Preempted(BaseException):
@@ -55,8 +55,8 @@ class StopRequest:
 
 @contextmanager
 def time_limit(action: str) -> Iterator[None]:
-    """Raise TimeoutError in the block if it takes more than PATIENCE seconds. Does nothing outside of the main thread,
-    to which Python delivers signals.
+    """Raise TimeoutError in the block if it takes more than PATIENCE seconds; `action` names the block in the message.
+    Outside of the main thread there is no limit, since Python delivers signals to the main thread only.
 
     The timer thread ends code that sleeps; the CPU timer ends code that does not let other threads run, such as a
     search with a regular expression.

@@ -24,8 +24,8 @@ _hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this
 
 
 def hide_literal_secrets(path: str, value: Any) -> Any:
-    """Return the value of the option `path` with its literal secrets, at any depth, replaced by references that only
-    this process can resolve, and that contain `path`."""
+    """Return the value of the option `path` with its literal secrets, at any depth, replaced by references. Only this
+    process can resolve the references; their names contain `path`."""
     if isinstance(value, dict):
         return {name: hide_literal_secrets(f"{path}.{name}", item) for name, item in value.items()}
     if isinstance(value, list | tuple):

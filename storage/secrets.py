@@ -94,8 +94,8 @@ def register_secret(secret: str) -> str:
 
 
 def register_credentials(url: str) -> str:
-    """Register what may be a secret in a URL, since error messages of clients may contain parts of the URL. Return the
-    URL."""
+    """Register the parts of a URL that may be secrets, so that `redact` replaces them in this process: error messages
+    of clients may quote parts of a URL. Return the URL."""
     for match in _URL.finditer(url):
         for part, secret in _split_url(match):
             password = part.partition(":")[2]

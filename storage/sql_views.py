@@ -47,7 +47,7 @@ VIEWS = {  # name -> content, in the order in which `penstock query` lists them
 }
 
 _RUN, _VERSION = ("run", pa.string()), ("policy_version", pa.int64())
-_SHARDS = {
+_SHARDS = {  # table -> schema of the shards from which it is read
     "samples": pa.schema([_RUN, _VERSION, *SCHEMA]),
     "_buffered": pa.schema([_RUN, _VERSION, *SCHEMA]),
     "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA]),
@@ -70,7 +70,7 @@ _TYPES = {  # column -> type, of all columns of _TABLES that are not text
     "expired": pa.bool_(),
     "seconds_by_part": pa.map_(pa.string(), pa.float64()),
 }
-_COLUMNS = {
+_COLUMNS = {  # table -> its columns in order
     "runs": "run flow num_rollouts num_steps parent forked_at created_at code_version config_hash config",
     "commits": "run kind index policy_version created_at attempt bytes rows seconds seconds_by_part config_hash "
     "code_version key",
@@ -167,7 +167,7 @@ def sql_error(error: Exception) -> OptionError:
 
 
 def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[str, str]]]:
-    """Return the columns of every view: view -> [(column, type)]."""
+    """Return the columns of every view of VIEWS: view -> [(column, SQL type)]."""
     return {view: [(row[0], row[1]) for row in connection.execute(f"describe {view}").fetchall()] for view in VIEWS}
 
 
@@ -175,7 +175,7 @@ def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[
 
 
 def read_run(store: Store, keys: RunKeys) -> Contents:
-    """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits."""
+    """Return the table rows and shards of one run; nothing if it was removed, or has neither a record nor commits."""
     contents = Contents(list)
     if is_removed(store, keys):
         return contents
@@ -183,7 +183,7 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
     prefixes = committed_prefixes(store, keys)
     if record is None:
         if prefixes:
-            raise RunError("run.json is missing: restore it from a backup")
+            raise RunError(f"{keys.record} is missing, but the run has commits: restore it from a backup")
         return contents
     commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else NUM_REQUESTS)
     committed = [(prefix, commit) for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None]
@@ -206,8 +206,8 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
 
 
 def add_commit(contents: Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
-    """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts, so the
-    run is the one in whose directory the record is, not the one in whose directory the files are."""
+    """Add the rows and shards of one commit to `contents`. `run` is the run whose directory contains the commit record;
+    the files may be in another run's directory, since the commits of a fork list files of its parent."""
     version = commit.policy_version
     place: dict[str, str | int]
     created_at, seconds = _timestamp(commit.created_at), sum(commit.seconds.values())

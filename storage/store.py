@@ -22,13 +22,13 @@ from penstock.storage.file_store import NUM_REQUESTS, FileStore
 
 @dataclass
 class AttemptFiles:
-    """The local directory into which a stage writes its files, and the records of these files; `files` is set when the
-    `Store.writing` block ends. The stage may set `hashes`: the xxh3-128 that it computed while writing, by file name
-    relative to `path`. The other files are read again to hash them."""
+    """The local directory into which a stage writes its files, and what is known about these files."""
 
     path: Path
+    # File name relative to `path` -> xxh3-128 that the stage computed while writing; other files are read again to hash
+    # them.
     hashes: dict[str, str] = field(default_factory=dict)
-    files: list[FileRecord] = field(default_factory=list)
+    files: list[FileRecord] = field(default_factory=list)  # set when the `Store.writing` block ends
 
 
 class Store(FileStore):
@@ -45,8 +45,8 @@ class Store(FileStore):
         StoreError if `penstock gc` has deleted the files because the writer was suspended for too long."""
         seal = None
         attempt_directory = (commit.attempt or "").rpartition("/")[0]
-        # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. The
-        # attempt of a model is a sibling of its prefix, that of any other stage is below it.
+        # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. An
+        # attempt is a directory below the stage's prefix; for converted models, a directory next to it.
         if (
             commit.attempt
             and leases.needs_lease(commit.attempt)
@@ -74,10 +74,11 @@ class Store(FileStore):
         """Yield a local directory whose files become durable under `attempt` (from `new_attempt`) when the block ends
         without an exception.
 
-        In a local store the directory is the attempt itself; for others it is temporary and is uploaded at the end.
+        In a local store the directory is the attempt itself. Otherwise it is temporary and is uploaded at the end.
 
-        `owns` returns whether this process writes the file with the given name, relative to the attempt. Needed if
-        several processes write to one attempt: in a local store each sees incomplete files of the others.
+        `owns` returns whether this process writes the file with the given name, relative to the attempt. It is needed
+        if several processes write to one attempt, since in a local store each sees the incomplete files of the
+        others.
         """
         if self.is_local:
             out = AttemptFiles(Path(self.path(attempt)))
@@ -104,8 +105,8 @@ class Store(FileStore):
 
     @contextmanager
     def reading(self, commit: Commit, *, only: Iterable[str] | None = None) -> Iterator[Path]:
-        """Yield a local directory with the files of `commit`, or only those with the names `only` (relative to the
-        attempt), after verifying their sizes and hashes."""
+        """Yield a local directory with the files of `commit`, after verifying their sizes and hashes. `only` selects
+        files by their names relative to the attempt."""
         assert commit.attempt is not None, "the commit has no files"
         names = None if only is None else set(only)
         wanted = [(Path(record.path).relative_to(commit.attempt), record) for record in commit.files]
@@ -124,16 +125,17 @@ class Store(FileStore):
     # ---- listings ----------------------------------------------------------------------------------------------------
 
     def committed_names(self, directory: str) -> builtins.list[str]:
-        """Return the sorted names of the stages with a commit record directly under a directory, as it is listed."""
+        """Return the sorted names of the stages with a commit record directly under a directory. The listing may be out
+        of date (`FileStore.list`)."""
         suffix = commit_key("")
         return [name.removesuffix(suffix) for name in self.list(directory) if name.endswith(suffix)]
 
     def committed_indices(self, prefix: str) -> builtins.list[int]:
         """Return the indices of the commits under a directory such as `runs/x/rollouts`, ascending.
 
-        A listing may be stale (on NFS, and on some object stores); a read is not.
-        Rounds are consecutive, so rollouts and steps that the listing lacks are looked up one by one. Commits of other
-        kinds may have been deleted since the listing, so their records are looked up again.
+        On NFS and some object stores, a listing may be out of date; a read is not. Rounds are consecutive, so rollouts
+        and steps that the listing lacks are looked up one by one. Commits of other kinds may have been deleted since
+        the listing, so their records are looked up again.
         """
         listed = {int(name) for name in self.committed_names(prefix) if name.isdigit()}
         if prefix.rsplit("/", 1)[-1] not in ("rollouts", "steps"):

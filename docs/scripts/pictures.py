@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts: `python docs/scripts/pictures.py` writes docs/images/concept-*.svg.
 
-A picture is 480 units wide, so that its text has about 11 px on a phone of 400 px. Its background is white, so it is
-readable on a dark page as well.
+A picture is 480 units wide, so that its text is about 11 px high on a phone whose screen is 400 px wide. The background
+is white, so that the picture is readable on a dark page as well.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Picture:
             self.text(x + w / 2, top + i * 18, row, size=15 if i == 0 else 13, bold=i == 0)
 
     def arrow(self, *points: tuple[float, float], color: str = GREY, dashed: bool = False) -> None:
-        """Draw an arrow along points."""
+        """Draw an arrow along points; its head is at the last point."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         path = " ".join(f"{x},{y}" for x, y in points)
         self.parts.append(
@@ -105,8 +105,8 @@ def draw_log() -> None:
     p = Picture(390, "An attempt writes private files; one conditional create makes them part of the run")
     p.text(20, 30, "1  write under a private prefix", anchor="start", bold=True)
     p.box(20, 42, 300, 54, "rollouts/000012/attempt-3f0c…/|part-00000.parquet", color=GREY, dashed=True)
-    p.text(335, 66, "nobody reads", anchor="start", size=13, color=GREY)
-    p.text(335, 84, "these yet", anchor="start", size=13, color=GREY)
+    p.text(335, 66, "no reader opens", anchor="start", size=13, color=GREY)
+    p.text(335, 84, "these files yet", anchor="start", size=13, color=GREY)
     p.text(20, 130, "2  commit: create one file, only if absent", anchor="start", bold=True)
     p.arrow((170, 142), (170, 164), color=TEAL)
     p.box(20, 166, 300, 54, "rollouts/000012.commit.json|files, sizes, hashes, metrics, inputs")

@@ -30,7 +30,7 @@ from penstock.flows.options.help import SHORT, about_section, first_sentence
 from penstock.storage.config import field_meta
 
 DOCS = Path(__file__).resolve().parents[1]
-# The names of slime, and of the descriptions of it that Penstock follows.
+# Flags of slime, and flags that descriptions of slime name.
 SLIME = set((DOCS.parent / "tests" / "flows" / "slime_names.txt").read_text(encoding="utf-8").split())
 MEGATRON = {  # options of Penstock that Megatron-core has, too
     *("--calculate-per-token-loss", "--lr", "--min-lr", "--weight-decay", "--adam-beta1", "--adam-beta2", "--adam-eps"),
@@ -133,7 +133,7 @@ def option_entry(name: str, field: FieldInfo) -> Iterator[str]:
 
 
 def origin(flag: str) -> str:
-    """Return which program has an option of this name."""
+    """Return the program from which Penstock took the name of a flag."""
     is_megatrons = flag in MEGATRON or flag[2:].replace("-", "_") in MegatronOptions.model_fields
     return "Megatron" if is_megatrons else "slime" if flag in SLIME else "Penstock"
 
@@ -217,13 +217,13 @@ def options_page() -> str:
 
 
 def synonym_rows() -> Iterator[tuple[str, str]]:
-    """Yield (name, the flags that it stands for)."""
+    """Yield (synonym, the flags that it stands for)."""
     for key, flags in refused.SYNONYMS.items():
         yield key, " ".join("VALUE" if word == "..." else word for flag in flags for word in flag)
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a Markdown table of two columns, the first of which has code."""
+    """Yield the lines of a Markdown table of two columns. The first column is set as code."""
     yield f"| {head[0]} | {head[1]} |"
     yield "|---|---|"
     yield from (f"| `{name}` | {cell(text)} |" for name, text in rows)
@@ -257,7 +257,7 @@ def commands_page() -> str:
 
 
 def command_entry(command: str) -> list[str]:
-    """Return the text about one command: its help, or for commands with all options a link to them."""
+    """Return the text about one command: its help or, if that is long, its first line and a link to the options."""
     os.environ["COLUMNS"] = "100"  # argparse wraps its help at the width of the terminal
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -94,7 +94,8 @@ def list_of_decisions() -> str:
 
 
 def rewrite_links(text: str, source: str, page: str) -> str:
-    """Return the text of the file `source` with its relative links as they must be on the page `page` of the site."""
+    """Return `text`, the content of the file `source`, with its relative links changed for the page `page` of the
+    site."""
 
     def rewrite(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""

@@ -2,10 +2,11 @@
 
     python docs/scripts/terminal.py docs/images/demo.svg -- penstock demo
 
-The command runs in a pseudo-terminal. Frames are taken when the screen has changed; their times are compressed to
-SECONDS, and the last frame stays for a while. Where animations are unwanted (prefers-reduced-motion), the SVG shows the
-last frame. `--save FILE` keeps the recording as JSON, and `--load FILE` draws it again; `--begin TEXT` leaves out what
-comes before the first output that contains TEXT. Tokens in links are cut, and the working directory gets another name.
+The command runs in a pseudo-terminal. A frame is taken when the screen has changed. The animation takes SECONDS,
+however long the command ran, and its last frame stays for HOLD seconds. Where animations are unwanted
+(prefers-reduced-motion), the SVG shows the last frame. `--save FILE` keeps the recording as JSON, and `--load FILE`
+draws it again; `--begin TEXT` leaves out what comes before the first output that contains TEXT. Tokens in links are
+cut, and the working directory gets another name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import pyte
 
 COLUMNS, ROWS = 100, 28
-SECONDS, HOLD = 16.0, 6.0  # of the animation, and of its last frame
+SECONDS, HOLD = 16.0, 6.0
 MAX_FRAMES = 48
 CHAR, LINE, MARGIN = 8.4, 18.0, 14.0  # width of a character, height of a line, margin, in px
 COLORS = {
@@ -123,12 +124,12 @@ def draw(frames: list[tuple[float, list[str]]], title: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return an output without what belongs to the machine of the recording."""
+    """Return an output without hyperlinks, tokens and the real working directory of the recording."""
     return TOKEN.sub(r"\1...", HYPERLINK.sub("", text)).replace(str(Path.cwd()), "/home/me/penstock")
 
 
 def main() -> None:
-    """Record or load, and draw."""
+    """Record a command or load a recording, and draw it."""
     parser = argparse.ArgumentParser(description="Record a command in a terminal and draw it as an animated SVG.")
     parser.add_argument("output", type=Path)
     parser.add_argument("--save", type=Path, help="write the recording to this file")

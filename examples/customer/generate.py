@@ -19,8 +19,8 @@ ORDERS = {
     "c3": {"item": "book", "status": "shipped"},
     "d4": {"item": "clock", "status": "delivered"},
 }
-EFFECTS = {"cancel": "cancelled", "refund": "refunded"}  # tool -> new status; the tools do not check the policy
-NEEDED = {"cancel": "pending", "refund": "delivered"}  # tool -> status that the policy demands
+EFFECTS = {"cancel": "cancelled", "refund": "refunded"}  # tool -> new status; tools do not check the shop's policy
+NEEDED = {"cancel": "pending", "refund": "delivered"}  # tool -> status that an order must have by the shop's policy
 END = "goodbye"  # in the last message of a customer
 
 
@@ -75,7 +75,7 @@ class Shop:
         return f"{order['item']}, {order['status']}"
 
     def reward(self, wish: dict) -> float:
-        """Return 1 if the database is in the state that the policy demands after a customer's wish, else 0."""
+        """Return 1 if the database is in the state that the shop's policy demands after a customer's wish, else 0."""
         right = Shop()
         if right.orders[wish["order"]]["status"] == NEEDED[wish["tool"]]:
             right.call(wish["tool"], json.dumps({"order": wish["order"]}))

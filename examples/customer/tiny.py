@@ -18,7 +18,7 @@ WISHES = [
     {"tool": "cancel", "order": "a1"},
     {"tool": "cancel", "order": "a1", "vague": True},
     {"tool": "refund", "order": "b2"},
-    {"tool": "refund", "order": "c3"},  # forbidden by the policy: the order is still on its way
+    {"tool": "refund", "order": "c3"},  # forbidden by the shop's policy: the order is still on its way
     {"tool": "refund", "order": "d4"},
     {"tool": "refund", "order": "d4", "vague": True},
 ]

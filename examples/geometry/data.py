@@ -16,12 +16,12 @@ from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
 
 LARGEST = 9  # side of a figure
 STEPS, BATCH = (300, 60), 128  # optimizer steps of SFT on exact answers and on mistakes; demonstrations in a step
-P_MISTAKE = 0.7
+P_MISTAKE = 0.7  # probability of the mistake in the second part of the demonstrations
 WORDS = ["\\boxed{", "}", "\\sqrt{", "\\pi", "/"]  # tokens of the tiny model besides characters
 
 
 def make_problems() -> list[dict]:
-    """Return all problems: {"prompt", "label"}, and in the metadata the kind and the answer of the mistake."""
+    """Return all problems as rows {"prompt", "label", "metadata"}."""
     sides = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
     rows = []
     for a, b in sides:
@@ -39,12 +39,13 @@ def make_problems() -> list[dict]:
 
 
 def problem(kind: str, prompt: str, label: str, mistake: str | None = None) -> dict:
-    """Return a row of prompt data; without a mistake, its demonstrations are always right."""
+    """Return a row of prompt data. `mistake` is the wrong answer in some demonstrations of the problem; None: all its
+    demonstrations are right."""
     return {"prompt": prompt, "label": label, "metadata": {"kind": kind, "mistake": mistake or label}}
 
 
 def root(number: int) -> str:
-    """Return the square root of an integer in lowest terms: 9 -> 3, 8 -> 2\\sqrt{2}."""
+    """Return the square root of an integer as LaTeX in lowest terms: 9 -> 3, 8 -> 2\\sqrt{2}."""
     factor = max(f for f in range(1, math.isqrt(number) + 1) if number % (f * f) == 0)
     rest = number // (factor * factor)
     return f"{factor if factor > 1 or rest == 1 else ''}" + (f"\\sqrt{{{rest}}}" if rest > 1 else "")
@@ -58,7 +59,7 @@ def split_problems(rng: random.Random) -> tuple[list[dict], list[dict]]:
 
 
 def demonstration(row: dict, answer: str) -> dict:
-    """Return a problem with an answer as chat messages."""
+    """Return a problem and an answer as a row of chat messages."""
     answer = f"\\boxed{{{answer}}}"
     return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]}
 

@@ -35,7 +35,10 @@ def prompt_of(row: dict[str, str]) -> dict[str, str]:
     """
     label = LABEL.search(row["answer"])
     if label is None:
-        raise ValueError(f"the answer ends with {row['answer'][-40:]!r}; GSM8K's answers end with '#### NUMBER'")
+        raise ValueError(
+            f"the answer ends with {row['answer'][-40:]!r}, but GSM8K's answers end with '#### NUMBER': give the files "
+            "of the data set openai/gsm8k"
+        )
     return {"prompt": f"{row['question'].strip()}\n\n{INSTRUCTION}", "label": label[1].replace(",", "")}
 
 
@@ -43,7 +46,7 @@ def prepare(source: Path, target: Path) -> dict[str, int]:
     """Write train.jsonl and test.jsonl into `target`. Return the number of rows of each.
 
     Args:
-        source: directory with the downloaded data set; a file belongs to the split whose name begins its own.
+        source: directory with the downloaded data set; the names of its files begin with `train` or `test`.
         target: created if it does not exist.
 
     Raises:

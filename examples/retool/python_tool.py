@@ -6,9 +6,9 @@ continues. The code runs in a sandbox that cannot reach the network, the files o
 
     this process -> supervisor (Linux namespaces, wall-clock limit) -> jail (file system, resource limits) -> python
 
-The supervisor and the jail are this file, run as a script; modules that they do not need are imported in functions,
-which makes a call faster. If the machine does not permit namespaces, importing this module fails, so that a run is
-refused before its engines start.
+The supervisor and the jail are this file, run as a script. Modules that they do not need are imported in functions, so
+that they start faster. If the machine does not permit namespaces, importing this module fails, and a run is refused
+before its engines start.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ SYSTEM_CALLS = {
     "x86_64": (0xC000003E, (29, 319, 68, 64, 447, 248, 249, 250, 321, 298, 323, 425)),
     "aarch64": (0xC00000B7, (194, 279, 186, 190, 447, 217, 218, 219, 280, 241, 282, 425)),
 }
-NOBODY = 65534  # user and group of the code if this process runs as root
+NOBODY = 65534  # user and group id of the model's code if this process runs as root
 OVERTIME, KILLED, FAILED = 124, 137, 125  # exit codes of the supervisor
 
 
@@ -78,7 +78,7 @@ async def run_in_turn(code: str) -> str:
 
 @cache
 def free_slots():
-    """Return the semaphore of the sandboxes that may still start."""
+    """Return the semaphore that limits how many sandboxes run at a time."""
     import asyncio
 
     return asyncio.Semaphore(os.cpu_count() or 1)
@@ -113,12 +113,12 @@ def run_python(code: str, limits: Limits = DEFAULT_LIMITS) -> str:
 def supervise(root: str, limits: Limits) -> int:
     """Run the program of stdin as the first process of new namespaces, so that all of its processes end with it.
 
-    Return 0 if the program ended, KILLED if it used too much processor time, OVERTIME, or FAILED if the sandbox could
-    not be set up.
+    Return 0 if the program ended, OVERTIME or KILLED if it exceeded its wall-clock or processor time, or FAILED if the
+    sandbox could not be set up.
     """
     is_root, user, group = os.geteuid() == 0, os.getuid(), os.getgid()
     try:
-        if not is_root:  # a user needs a user namespace to be allowed the others
+        if not is_root:  # only in a user namespace may other users than root create the other namespaces
             system_call("unshare", NEW_USER)
             for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
                 Path("/proc/self", file).write_text(text)
@@ -175,7 +175,7 @@ def enter_jail(root: str, limits: Limits) -> None:
 
 
 def become_nobody(is_root: bool, limits: Limits) -> None:
-    """Give up all rights, and set the limits of this process, which cannot start others."""
+    """Drop all rights of this process, and set its limits, by which it cannot start other processes."""
     if is_root:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -211,7 +211,8 @@ def forbid_system_calls() -> None:
 
 
 def mount(source: str | None, target: str, flags: int, options: str = "") -> None:
-    """Call mount(2); `source` is a folder for BIND, or the type of the file system."""
+    """Call mount(2). `source` is the folder to show at `target` with BIND, the type of a new file system, or None to
+    change the flags of `target`."""
     name = source.encode() if source else None
     system_call("mount", name, target.encode(), name, flags, options.encode())
 

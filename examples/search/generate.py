@@ -2,7 +2,7 @@
 `--custom-generate-function-path examples/search/generate.py --custom-rm-path examples/search/generate.py:reward_func`.
 
 The model writes `<search>words</search>`, `<information>...</information>` is appended, and the model continues until
-it writes `<answer>...</answer>`; a turn with neither is answered with a hint. The tokens of the model are trained on,
+it writes `<answer>...</answer>`. After a turn with neither, a hint is appended. The tokens of the model are trained on,
 those of search results and hints are not.
 
 Environment variables: SEARCH_URL is a retrieval server with Search-R1's protocol; without it, the documents of
@@ -109,7 +109,9 @@ class Index:
         for number, count in enumerate(counts):
             for word in count:
                 where[word].append(number)
-        self._scores: dict[str, dict[int, float]] = {}  # word -> document -> score; a query adds those of its words
+        self._scores: dict[
+            str, dict[int, float]
+        ] = {}  # word -> document -> score; a query adds the scores of its words
         for word, numbers in where.items():
             idf = math.log(1 + (len(documents) - len(numbers) + 0.5) / (len(numbers) + 0.5))
             self._scores[word] = {
@@ -127,7 +129,8 @@ class Index:
         return cls([row.get("contents") or f"{row.get('title', '')}\n{row['text']}" for row in rows])
 
     def search(self, query: str, num_documents: int = 3) -> list[str]:
-        """Return the documents with the highest scores, best first; every one shares a word with `query`."""
+        """Return the documents with the highest scores, best first. Documents without a word of `query` are not
+        returned."""
         total: Counter[int] = Counter()
         for word in words(query):
             for number, score in self._scores.get(word, {}).items():

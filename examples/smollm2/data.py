@@ -42,7 +42,7 @@ def task_class(group: str, name: str) -> Any:
 
 
 def sums(seed: int) -> Callable[[int], Question]:
-    """Return the function that makes question `index` of the sums."""
+    """Return a function that returns question number `index` of the sums."""
     task = task_class("arithmetic", "chain_sum")
     data = task.ChainSumDataset(task.ChainSumConfig(min_terms=2, max_terms=2, max_digits=2, seed=seed))
 
@@ -55,7 +55,7 @@ def sums(seed: int) -> Callable[[int], Question]:
 
 
 def sorting(seed: int) -> Callable[[int], Question]:
-    """Return the function that makes question `index` of the sorting of numbers."""
+    """Return a function that returns question number `index` of the number sorting."""
     task = task_class("algorithmic", "number_sorting")
     limits = dict(min_numbers=3, max_numbers=3, max_decimals=0, min_value=0.0, max_value=99.0)
     data = task.NumberSortingDataset(task.NumberSortingConfig(**limits, seed=seed))

@@ -60,9 +60,9 @@ async def run(environment: vf.Environment, rows: list[dict], request: dict) -> N
             output = await environment.run_rollout(rows[request["example"]], client, "policy", sampling_args={})
         error = output.get("error")
         if error and error["error"] == vf.EmptyModelResponseError.__name__:
-            error = None  # the model has answered nothing: reward 0
+            error = None  # an empty answer is not a failure: it gets reward 0
         result = {"reward": output["reward"], "metrics": output["metrics"], "error": error and error["error_chain_str"]}
-    except Exception as error:  # of this rollout only; the others continue
+    except Exception as error:  # other rollouts continue
         result = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"id": request["id"], **result}), flush=True)
 

@@ -50,9 +50,9 @@ class Audit:
     num_samples: int = 0  # in rollouts; evaluations are not counted
     num_prompts: int = 0  # with samples in rollouts
     num_epochs: int = 0  # started epochs of the prompt data
-    num_off_policy: int = 0  # rollouts after the first that the initial weights generated
+    num_off_policy: int = 0  # rollouts of later rounds that the initial weights generated
     num_expired: int = 0  # checkpoints with a tombstone
-    num_orphans: int = 0  # files that nothing needs (deletion.py)
+    num_orphans: int = 0  # files that no commit and no live process needs (deletion.py)
     orphan_bytes: int = 0
 
 
@@ -88,8 +88,8 @@ class _RunAudit:
         self.result.problems.append(str(problem).partition("\n")[0])
 
     def read_records(self) -> RunRecord | None:
-        """Return run.json, or None if it is damaged or missing. Report this as a problem, and damaged records of the
-        run's starts and of its changed schedules."""
+        """Return run.json, or None if it is damaged or missing, which is a problem. Damaged records of the run's starts
+        and schedule changes are problems, too."""
         store, keys = self.store, self.keys
         for read in (read_starts, read_schedule_changes):
             try:
@@ -108,8 +108,8 @@ class _RunAudit:
         return record
 
     def read_commits(self) -> dict[str, Commit]:
-        """Return the readable commits of the run and of the models that it started with, by their prefix in the store;
-        report damaged commit records as problems."""
+        """Return the commits of the run and of the models that it started with: prefix in the store -> commit. Damaged
+        commit records and missing records of these models are problems."""
         store, keys = self.store, self.keys
         prefixes = committed_prefixes(store, keys)
         origins = {name: data for name in ORIGINS if (data := store.read(keys.origin_key(name)))}
@@ -160,8 +160,8 @@ class _RunAudit:
         return tombstones
 
     def check_file_sizes_or_hashes(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
-        """Check size and hash of every committed file except sample shards, which are checked by
-        `check_sample_ids_and_prompts`."""
+        """Check size and, with `verify_hashes`, hash of every committed file except sample shards, which
+        `check_sample_ids_and_prompts` checks."""
         store = self.store
         self.result.num_files = sum(len(commit.files) for commit in commits.values())
         self.result.num_bytes = sum(record.bytes for commit in commits.values() for record in commit.files)
@@ -202,8 +202,8 @@ class _RunAudit:
             tombstone = tombstone_key(key.removesuffix(commit_key("")))
             if self.store.read(key) is None and self.store.read(tombstone) is None:
                 self.add_problem(
-                    f"{commit_key(prefix)} has the {role} {key} as input, which does not exist: "
-                    f"restore {key} from a backup"
+                    f"{commit_key(prefix)} has as input the {role} {key}, which does not exist: restore {key} from a "
+                    "backup"
                 )
 
     def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
@@ -220,7 +220,7 @@ class _RunAudit:
                     f"it must contain {kind} {index} of run {keys.run!r}"
                 )
             version = index + 1 if kind == "step" else index
-            # --debug-rollout-only generates all rounds with version 0; -1: demonstrations
+            # Version 0 generates all rounds of --debug-rollout-only; demonstrations have version -1.
             earlier = kind == "rollout" and commit.policy_version in (-1, 0)
             oldest = version - max_staleness(commit)
             self.result.num_off_policy += earlier and 0 == commit.policy_version < oldest
@@ -254,11 +254,11 @@ class _RunAudit:
             if last > num_trained and self.store.read(commit_key(self.keys.step_prefix(last - 1))) is None:
                 self.add_problem(
                     f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained "
-                    f"rounds; restore its missing steps from a backup"
+                    "rounds; restore its missing steps from a backup"
                 )
 
     def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
-        """Check that sample ids are unique, and that every prompt was issued exactly once per epoch."""
+        """Check the sample shards: that sample ids are unique, and that every prompt was issued once per epoch."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits_by_prefix.items() if commit.kind in ("rollout", "eval"))
         rounds = map_in_threads(

@@ -1,8 +1,8 @@
 """Deletion of checkpoints, runs and orphans; safe while drivers and forks are active, and repeatable after a kill.
 
 A checkpoint expires in this order: create a tombstone (`checkpoints/000020.expired.json`, which contains the commit),
-delete the commit record, delete the files, unless another run's commit lists them (forks share files). After a kill,
-the next call deletes the rest of all checkpoints with a tombstone. Files with neither tombstone nor commit are orphans.
+delete the commit record, delete the files, unless another run's commit lists them (forks share files). If a kill
+interrupts this, the next call deletes what remains of the checkpoints with a tombstone.
 
 The creation of a fork may race with an expiry. The fork writes its record, then looks for the checkpoint's record; the
 expiry deletes the checkpoint's record, then looks for the fork's record. So at least one of them sees the other: either
@@ -13,9 +13,9 @@ registers itself and then looks for `removing.lease`. So at least one of them se
 once `removed.json` exists. If the removal is killed, the next `penstock rm`, `penstock gc --delete` or start of a run
 with the same name deletes the remaining files, `removed.json` last.
 
-An orphan is a file of a killed writer, an expired checkpoint, a journal of a finished round or another file that no
-commit of *any* run lists (a fork's commits list files of its parent) and no live writer or driver uses (leases.py).
-Files younger than the caller's limit are skipped, except for those of expired checkpoints and removed runs.
+An orphan is a file that no commit of *any* run lists (a fork's commits list files of its parent) and no live writer or
+driver uses (leases.py): a file of a killed writer, an expired checkpoint, the journal of a finished round, ... Files
+younger than the caller's limit are skipped, except those of expired checkpoints and removed runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
 _REMOVAL_LEASE = "removing.lease"
 _COMMIT = commit_key("")
-_WITHOUT_GRACE = ("expired checkpoint", "removed run")  # kinds without a minimum age
+_WITHOUT_GRACE = ("expired checkpoint", "removed run")  # kinds of orphans that are deleted at any age
 _TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # temporary files of Store.create on a local disk
 _GUARDS = (".lease", ".claim")  # ends of the names of an attempt's lease and claim
 
@@ -75,8 +75,7 @@ class Tombstone(Frozen):
 
 
 def tombstone_key(prefix: str) -> str:
-    """Return the key of the tombstone (the record that marks a checkpoint as deleted) of the checkpoint under
-    `prefix`."""
+    """Return the key of the tombstone, the record that marks the checkpoint under `prefix` as deleted."""
     return f"{prefix}.expired.json"
 
 
@@ -99,8 +98,9 @@ def expire_checkpoints(
     best_metric: str | None = None,
     keep_versions: Collection[int] = frozenset(),
 ) -> list[int]:
-    """Delete all checkpoints of a run except the newest `num_to_keep` and others to keep, and return their policy
-    versions, ascending. Can be called at any time, and repeated after a kill.
+    """Delete the checkpoints of a run that need not be kept, and return their policy versions, ascending. Kept are the
+    newest `num_to_keep`, those from which forks start, those whose base weights later adapters need, and those that the
+    other arguments name. Can be called at any time, and repeated after a kill.
 
     Args:
         best_metric: an evaluation metric, for instance `eval/addition`; the checkpoint with its highest value is kept.
@@ -114,7 +114,6 @@ def expire_checkpoints(
         return []
     kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
     commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
-    # checkpoints whose base weights later adapters need
     bases = {commit.inputs.get("base") for commit in commits if commit}
     kept |= {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
     if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
@@ -133,7 +132,7 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
     unfinished = [
         version
         for version in expired_versions(store, keys)
-        if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
+        if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # a checkpoint's directory or commit record
     ]
     for version in unfinished:
         tombstone = read_tombstone(store, keys.checkpoint_prefix(version))
@@ -143,8 +142,8 @@ def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
 
 
 def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[int]) -> int | None:
-    """Return the policy version in `versions` whose evaluations have the highest `metric`, the newest of several, or
-    None if no evaluation of these versions has the metric."""
+    """Return the policy version in `versions` whose evaluations have the highest `metric` (of equal ones the
+    newest), or None if no evaluation of these versions has the metric."""
     scores: dict[int, float] = {}
     for version in versions:
         directory = f"{keys.prefix}/evals/{version:06d}"
@@ -157,8 +156,8 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
 
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
-    """Return the checkpoints among `versions` from which forks of the run start; for a run that is a fork, also the one
-    from which it starts itself.
+    """Return the versions among `versions` from whose checkpoints forks of the run start. If the run is a fork itself,
+    the checkpoint from which it starts is included.
 
     A fork at round N starts from the newest checkpoint up to version N.
     """
@@ -173,13 +172,13 @@ def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) 
 
 
 def unfinished_fork_key(keys: RunKeys) -> str:
-    """Return the key of the record of an unfinished fork; a finished one has `run.json` instead."""
+    """Return the key of the record of an unfinished fork. A finished fork has `run.json` instead."""
     return f"{keys.prefix}/fork.json"
 
 
 def is_checkpoint_used(store: Store, keys: RunKeys, version: int, attempt: str | None) -> bool:
-    """Return whether the record of a run's checkpoint, or its copy in a fork, lists the files of `attempt`. The run's
-    record is read first: once it is deleted, no fork can begin to use the files."""
+    """Return whether the commit of a run's checkpoint, or a copy of the commit in a fork, lists the files of `attempt`.
+    The run's commit is read first: after its deletion no fork can begin to use the files."""
 
     def has_attempt(run: str) -> bool:
         commit = store.committed(RunKeys(run).checkpoint_prefix(version))
@@ -199,7 +198,7 @@ def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> N
         existing = read_tombstone(store, prefix)
         if existing is not None and existing.commit.attempt == commit.attempt:
             break  # another driver has created the same tombstone; both may delete the checkpoint
-        if existing is not None:  # the tombstone of an earlier checkpoint of this version, saved again since
+        if existing is not None:  # from an earlier expiry of this version, whose checkpoint was saved again afterwards
             _delete_expired_checkpoint(store, keys, version, existing)
             store.delete([tombstone_key(prefix)])
     _delete_expired_checkpoint(store, keys, version, tombstone)
@@ -238,7 +237,7 @@ def remove_run(
     store: Store, keys: RunKeys, *, own_lease: str | None = None, only_remains: bool = False
 ) -> list[StoredFile]:
     """Delete all files of a run and return them. Can be repeated after a kill. Raises RunError if a process uses the
-    run, or a fork its files.
+    run, or if a fork uses its files.
 
     Args:
         own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
@@ -254,7 +253,8 @@ def remove_run(
             others = (run for run in store.list("runs") if run != keys.run)
             if forks := [run for run in others if _run_uses_files_of(store, RunKeys(run), keys)]:
                 raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
-            if only_remains and store.exists(keys.record):  # after the check for drivers, which create it
+            # Checked after the drivers, since a driver that has just ended may have created the record.
+            if only_remains and store.exists(keys.record):
                 raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
             store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
         kept = {removal_marker_key(keys), lease.key, own_lease}
@@ -302,7 +302,7 @@ def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
 
 @dataclass(frozen=True)
 class Orphan:
-    """A unit of deletion, one file or the files of one directory, that no commit and no live process needs."""
+    """One file, or the files of one directory, that no commit and no live process needs. They are deleted together."""
 
     kind: str  # from `_Contents.orphan_kind_and_key`, for instance "unfinished attempt"
     key: str  # of the directory or file
@@ -312,13 +312,13 @@ class Orphan:
 
 
 def find_orphans(store: Store, run: str | None = None, *, older_than: float, now: float | None = None) -> list[Orphan]:
-    """Return all orphans (files that no record needs), the largest first. Raises StoreError if a record cannot be read,
-    so that it is unknown which files it needs.
+    """Return all orphans (files that no record needs), the largest first. Raises StoreError if a record cannot be read:
+    it is then unknown which files this record needs.
 
     Args:
-        run: return only orphans of this run; if not given, of all runs and converted models.
+        run: return only orphans of this run; default: of all runs and converted models.
         older_than: minimum age in seconds. It does not apply to expired checkpoints and removed runs.
-        now: the current time by the store's clock (`leases.store_time`); by the local clock if not given.
+        now: the current time by the store's clock (`leases.store_time`); default: by the local clock.
     """
     now = time.time() if now is None else now
     limit, limit_of_probes = now - older_than, now - max(older_than, TTL)  # a probe file has no lease
@@ -339,10 +339,9 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
     return sorted(old, key=lambda orphan: (-orphan.bytes, orphan.key))
 
 
-def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> bool:
+def remove_orphan(store: Store, orphan: Orphan, now: float) -> bool:
     """Delete an orphan (files that no record needs), unless a process has begun to use it since `find_orphans`. Return
-    whether it was deleted."""
-    now = store_time(store) if now is None else now
+    whether it was deleted. `now` is the current time by the store's clock (`leases.store_time`)."""
     if orphan.kind == "unfinished attempt":
         return _remove_unfinished_attempt(store, orphan, now)
     in_use = False
@@ -403,7 +402,7 @@ class _Contents:
         self.half_made = {  # runs: forks whose creation was not finished
             run for run in runs if unfinished_fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
         }
-        commits = [  # without those of checkpoints that have expired in the same run
+        commits = [  # all but those of checkpoints that have expired in the same run
             commit
             for key, commit in _read_records(store, [key for key in records if key.endswith(_COMMIT)], Commit).items()
             if commit.attempt not in self.expired or tombstone_key(key.removesuffix(_COMMIT)) not in files
@@ -422,7 +421,7 @@ class _Contents:
             case ["runs", _, "fork.json"]:
                 return "temporary file", key
             case ["runs", run, "status.json"] if RunKeys(run).record not in self.files:
-                return "temporary file", key  # written by a driver whose run was removed meanwhile
+                return "temporary file", key  # a driver wrote it after its run was removed
             case ["runs", _, name] if name == _REMOVAL_LEASE:
                 return "old lease", key
             case ["runs", _, "drivers", name] if name.endswith(".lease"):

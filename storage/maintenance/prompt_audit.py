@@ -39,10 +39,10 @@ class ServedRound:
 
     problems: list[str]
     ids: np.ndarray  # [samples] uint64, hashes of the sample ids
-    # prompts with samples: issue number (position in the run's sequence of prompts) -> source
+    # Prompts with samples: number of the prompt in the order in which the run issued its prompts -> source.
     served: dict[int, Source]
-    buffered: dict[int, Source] = field(default_factory=dict)  # prompts in the buffer for a later round
-    dropped: dict[int, Source] = field(default_factory=dict)  # prompts that dynamic sampling dropped
+    buffered: dict[int, Source] = field(default_factory=dict)  # the same for prompts in the buffer for a later round
+    dropped: dict[int, Source] = field(default_factory=dict)  # the same for prompts that dynamic sampling dropped
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
@@ -103,6 +103,8 @@ def _read_rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str,
 
 
 def _prompt_origin(metadata: dict[str, Any]) -> Source:
+    """Return the origin of a prompt that the metadata of its samples record. A missing file index becomes -2, since -1
+    (_NO_FILE) is that of a prompt from a custom data source."""
     source = metadata.get("source") or {}
     return source.get("epoch", -1), source.get("file", -2), source.get("row", -1)
 
@@ -122,8 +124,8 @@ def matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commit
 
 
 def max_staleness(commit: Commit) -> int:
-    """Return by how many policy versions the samples of a rollout may be older than the policy that is trained on
-    them."""
+    """Return the recorded bound of a rollout's staleness: by how many policy versions its samples may be older than the
+    policy that is trained on them."""
     return int(commit.state.get("max_staleness", 0))
 
 
@@ -142,7 +144,8 @@ def describe_summary_problems(
 ) -> list[str]:
     """Return a problem for every metric of a commit that differs from the value computed from its samples.
 
-    In the mean reward of an evaluation, a sample without a reward counts as 0; in that of a rollout, it is left out.
+    In the mean reward of an evaluation, a sample without a reward counts as 0; in the mean reward of a
+    rollout, it is left out.
     """
     graded = [reward for reward in rewards if reward is not None]
     name, num_samples = prefix.rpartition("/")[2], max(len(rewards), 1)
@@ -180,7 +183,8 @@ class EpochCursor:
 
 
 class PromptAudit:
-    """Check the rounds of a run in order: compare the prompts of each round with the data source's state after it."""
+    """Checks the rounds of a run in order: compares the prompts of each round with the data source's state that the
+    round's commit records."""
 
     def __init__(self, restarts: set[int]) -> None:
         self.restarts = restarts  # rounds at which a fork restarted the data from the beginning
@@ -189,7 +193,7 @@ class PromptAudit:
         self._before: dict[str, Any] = {"issued": 0, "segments": []}
         self._cursors: dict[int, EpochCursor] = {}  # by file index if files are weighted, else one with key 0
         self._buffered: set[int] = set()  # issue numbers of the buffered prompts after the last round
-        self._num_skipped = 0  # prompts that the current round must have skipped
+        self._num_skipped = 0  # prompts that the current round has skipped, according to its samples
 
     def check_round(self, prefix: str, commit: Commit, round: ServedRound, *, one_epoch: bool = False) -> list[str]:
         """Check the prompts of the next round, and return the problems. With `one_epoch` (evaluations), the round must
@@ -206,14 +210,12 @@ class PromptAudit:
         expected, self._buffered = {*issues, *self._buffered}, set(round.buffered)
         arrived = Counter([*round.served, *round.buffered, *round.dropped])
         if repeated := [issue for issue, count in arrived.items() if count > 1]:
-            return [
-                f"{prefix}: prompt {min(repeated)} was used twice; it must be either trained on, buffered or dropped"
-            ]
+            return [f"{prefix}: prompt {min(repeated)} was used twice; it must be trained on, buffered or dropped once"]
         if wrong := arrived.keys() ^ expected:
             problem = "missing" if min(wrong) in expected else "unexpected"
             return [
-                f"{prefix} must contain prompts {issues.start} to {issues.stop - 1} and those that the previous round "
-                f"buffered; prompt {min(wrong)} is {problem}"
+                f"{prefix} must contain prompts {issues.start} to {issues.stop - 1} and the prompts that the previous "
+                f"round buffered; prompt {min(wrong)} is {problem}"
             ]
         if after["segments"][: len(before["segments"])] != before["segments"]:
             return [
@@ -228,15 +230,15 @@ class PromptAudit:
         if one_epoch and (after["epoch"], len(self._cursors[0].rows)) != (0, num_rows):
             problems.append(
                 f"{prefix} has samples of {len(self._cursors[0].rows)} of the data set's {num_rows} prompts; it must "
-                "have each once"
+                "have samples of each prompt"
             )
         return problems[:3]
 
     def _advance_and_compare_cursors(
         self, prefix: str, state_before: dict[str, Any], state_after: dict[str, Any], issued: dict[int, Source]
     ) -> list[str]:
-        """Advance the expected data positions (`_cursors`) by the prompts `issued` in a round. Return their differences
-        from `state_after`, the data source's state in the round's commit."""
+        """Advance the expected data positions (`_cursors`) by the prompts `issued` in a round. Return the problems: how
+        the positions differ from `state_after`, the data source's state in the round's commit."""
         weighted = state_after.get("places") or []
         if weighted and not state_before.get("places"):
             self._cursors = split_cursor_by_file(self._cursors.get(0, EpochCursor()), state_before["segments"])
@@ -267,8 +269,9 @@ class PromptAudit:
         *,
         may_skip: bool,
     ) -> list[str]:
-        """Advance one data position by the prompts `served`, and return its differences from `expected_state`. With
-        `may_skip`, prompts missing before the end of an epoch or before `expected_state` count as skipped."""
+        """Advance one data position by the prompts `served`, and return the problems: how the position differs from
+        `expected_state`. With `may_skip`, prompts that are missing before the end of an epoch or before
+        `expected_state` count as skipped."""
         problems = []
         num_rows = sum(segment["rows"] for segment in segments)
         for issue in sorted(served):
@@ -306,8 +309,9 @@ class PromptAudit:
 
 
 def split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
-    """Split the position in all prompt files together into one per file, for a run resumed with --prompt-data-weights.
-    `segments`, from the data source's state, are blocks of rows, in the order in which the run visits them."""
+    """Split one position in all prompt files together into a position per file: file index -> position. A run that is
+    resumed with --prompt-data-weights does this. `segments`, from the data source's state, are blocks of rows in the
+    order in which the run visits them."""
     cursors: dict[int, EpochCursor] = {}
     visited = cursor.cursor
     for segment in segments:

@@ -36,7 +36,7 @@ class ExpertsFormat:
         return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype("<i2")
 
     def encode(self, chosen: np.ndarray, num_tokens: int) -> bytes:
-        """Encode the expert ids that an engine reported for a sample, and return the bytes.
+        """Return the expert ids that an engine reported for a sample, encoded as bytes (see the module's docstring).
 
         Args:
             chosen: expert ids, [num_tokens * num_layers * top_k]; those of dense layers are ignored.
@@ -55,8 +55,7 @@ class ExpertsFormat:
             raise EngineError(
                 f"the engine returned routed expert ids that are not {self.top_k} different ids below "
                 f"{self.num_experts} for each token: use another release of the engine, or --use-routing-replay "
-                f"instead of "
-                "--use-rollout-routing-replay"
+                "instead of --use-rollout-routing-replay"
             )
         return routed.astype(self._dtype).tobytes()
 

@@ -22,10 +22,10 @@ from penstock.storage.errors import PluginError, RunError
 
 SCHEMA_VERSION = 3
 _VERSION_KEY = b"penstock_schema_version"
-# Component of `rewards` that user-defined functions of a rollout set (--custom-reward-post-process-path): advantage
-# estimators use it in place of the reward, without normalizing it within groups.
+# Component of `rewards` that a user-defined function can set (--custom-reward-post-process-path). Advantage estimators
+# use it in place of the reward, and do not normalize it within groups.
 TRAIN_REWARD = "train_reward"
-# Key of the metadata with the further attributes that user-defined functions have set on a sample.
+# Key in `metadata` of the attributes that user-defined functions have set on a sample and that are not fields of it.
 ATTRIBUTES = "sample_attributes"
 
 
@@ -72,7 +72,7 @@ class Sample:
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_trained: bool) -> None:
-        """Append tokens to the sample."""
+        """Append tokens to the sample, with one log-prob for each; the loss mask is 1 if `is_trained`, else 0."""
         self.token_ids += token_ids
         self.loss_mask += [int(is_trained)] * len(token_ids)
         self.rollout_logprobs += logprobs
@@ -155,7 +155,7 @@ def _build_table(rows: list[Sample]) -> pa.Table:
 def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     """Return the per-token fields as Arrow columns, or None if they are inconsistent or not lists of numbers.
 
-    Equivalent to `pa.array`, but holds the GIL for half the time.
+    `pa.array` gives the same columns, but holds the GIL twice as long.
     """
     token_ids, loss_mask, rollout_logprobs = array("i"), bytearray(), array("f")
     try:

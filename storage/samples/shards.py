@@ -1,5 +1,5 @@
-"""Parquet files of a run, which tools such as DuckDB can read, too: the shards with the samples of a rollout or an
-evaluation, and the file with what the trainer computed for each trained token."""
+"""The Parquet files of a run: shards with the samples of a rollout or an evaluation, and files with what the trainer
+computed for each trained token. Other tools, such as DuckDB, can read them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ _SPLIT = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"}
 
 
 def write_shards(directory: Path, samples: Sequence[Sample], name: str = TRAINED) -> None:
-    """Write samples to `<name>-00000.parquet`, ..., with up to SAMPLES_PER_SHARD rows each. Writes at least one
-    file."""
+    """Write samples to the shards `<name>-00000.parquet`, ... in `directory`, with up to SAMPLES_PER_SHARD rows each.
+    Without samples, one empty shard is written."""
     for index, start in enumerate(range(0, max(len(samples), 1), SAMPLES_PER_SHARD)):
         table, path = to_table(samples[start : start + SAMPLES_PER_SHARD]), directory / f"{name}-{index:05d}.parquet"
         pq.write_table(table, path, compression="zstd", use_dictionary=_REPEATED, column_encoding=_SPLIT)
 
 
 def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
-    """Return the committed samples as one Arrow table with SCHEMA's columns, in the order in which they were written.
+    """Return the samples of a commit as one Arrow table with SCHEMA's columns, in the order in which they were written.
+    `name` is TRAINED or BUFFER.
 
-    Only shards that the commit lists are read, after verifying their sizes and hashes. (In a local store the directory
-    may contain other files.)
+    Sizes and hashes of the shards are verified. Other files in the directory, which the commit does not list, are not
+    read.
     """
     shards = [Path(shard.path).relative_to(commit.attempt or "") for shard in commit.shards(name)]
     assert shards, f"the commit lists no shards with the name {name}"
@@ -47,7 +48,7 @@ def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
 
 
 def read_samples(store: Store, commit: Commit, name: str = TRAINED) -> list[Sample]:
-    """Return the committed samples as `Sample` objects. See `read_table`."""
+    """Return the samples of a commit as `Sample` objects (see `read_table`)."""
     return from_table(read_table(store, commit, name))
 
 
@@ -77,7 +78,7 @@ def write_trained_tokens(
 
 
 def read_trained_tokens(store: Store, step: Commit) -> pa.Table | None:
-    """Return the table (TOKENS_SCHEMA) of a committed round of training, or None if the round has no such file."""
+    """Return the trained tokens (TOKENS_SCHEMA) of a committed training round, or None if it has no such file."""
     if not any(file.path == f"{step.attempt}/{_TRAINED_TOKENS}" for file in step.files):
         return None
     with store.reading(step, only=[_TRAINED_TOKENS]) as directory:

@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> list[Committed]:
-    """Return the commits of a run in the order of their creation, including those of expired checkpoints, except the
-    commits with a key in `skip`."""
+    """Return the commits of a run in the order of their creation, also of expired checkpoints. Commits with a key in
+    `skip` are left out."""
     prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
     commits = {commit_key(prefix): commit for prefix in prefixes if (commit := store.committed(prefix))}
     for version in expired_versions(store, keys):
@@ -66,8 +66,8 @@ def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) ->
 def read_cost_metrics(
     store: Store, keys: RunKeys, price_per_hour: float | None, start: int | None = None
 ) -> list[MetricsLogged]:
-    """Return the costs of a run at the end of each start that was not killed, or only of start `start`, as metrics.
-    Raises StoreError if a record is damaged."""
+    """Return the costs of a run up to the end of each start that was not killed, as metrics. `start` selects one start
+    by its number, from 0; `price_per_hour` is the price of a device. Raises StoreError if a record is damaged."""
     steps = [step.created_at for step in read_commits(store, keys) if step.kind == "step"]
     return [
         MetricsLogged(f"cost-{number}", end.at, sum(at <= end.at for at in steps), costs.metrics(price_per_hour))
@@ -76,11 +76,12 @@ def read_cost_metrics(
 
 
 def read_logged_metric(store: Store, keys: RunKeys, name: str) -> dict[int, float]:
-    """Return step -> value of a metric that is not in commits, from the outbox of the run if it is on this machine."""
+    """Return step -> value of a metric that is not in commits, from the run's outbox; {} if this machine has no outbox
+    of the run."""
     path = tracking_directory(store, keys.run) / OUTBOX
     if not path.exists():
         return {}
-    with path.open("rb") as file:  # the lines of commits are not parsed: with their previews they are large
+    with path.open("rb") as file:  # lines of commits are not parsed, since they contain sample previews and are large
         records = [
             parse_record(json.loads(raw)) for raw in file if b'"type": "metrics"' in raw and raw.endswith(b"}\n")
         ]
@@ -105,7 +106,8 @@ def deliver_batch(tracker: Tracker, records: Sequence[Record], commits: RunCommi
 
 
 def deliver_all(tracker: Tracker, records: Sequence[Record]) -> list[tuple[Record, str]]:
-    """Deliver the records of a run. Return the records that the tracker permanently refused, each with the reason."""
+    """Deliver the records of a run in batches. Return the records that the tracker permanently refused, each with the
+    reason. Other errors are raised."""
     commits, refused = RunCommits(), []
     for start in range(0, len(records), _BATCH):
         batch = records[start : start + _BATCH]
@@ -124,9 +126,9 @@ class Outbox:
         refused.jsonl    lines that the tracker permanently refused, with the reason
         delivery.lock    the delivery lock (flock)
 
-    Each tracker has its own three files, so that the outage of one tracker does not delay the others: for MLflow they
-    have the names above, for other trackers a suffix, for instance delivered-wandb.json. A line is marked as delivered
-    after its delivery, so a kill between the two causes a second delivery.
+    Each tracker has its own three files, so that the outage of one tracker does not delay the others. MLflow's have the
+    names above; those of other trackers have a suffix, for instance delivered-wandb.json. A line is marked as delivered
+    after its delivery, so a kill between delivery and mark causes a second delivery.
 
     `directory` must be on a local disk, since appending must not wait for a network.
     """
@@ -155,7 +157,7 @@ class Outbox:
         with self._append_lock:
             if key in self._keys:
                 return False
-            # A single unbuffered write, so that lines of two processes are not interleaved.
+            # One unbuffered write, so that lines that two processes append are not interleaved.
             with self._lines.open("ab", buffering=0) as file:
                 whole = b"\n" + data if self._torn else data
                 written = file.write(whole)
@@ -264,18 +266,20 @@ class RunTracking:
 
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int, at: float | None = None) -> bool:
         """Append metrics that are not part of a commit to the outbox. Return False if the outbox already contains
-        `key`, which must be unique in the run. `at`, in seconds since the epoch, is their time; default: now."""
+        `key`, which must be unique in the run. `at` is the time of the metrics in seconds since the epoch; default:
+        now."""
         self.on_metrics(metrics)
         return self._append(key, "metrics", at, step=step, metrics=metrics)
 
     def record_report(self, store_key: str, content: bytes) -> bool:
-        """Append the run's report, which the store has at `store_key`, to the outbox. Return False if a report with the
-        same content was appended before."""
+        """Append a record of the run's HTML report, which is in the store at `store_key`, to the outbox. Return False
+        if a report with the same content was appended before."""
         return self._append(report_record_key(content), "report", store_key=store_key)
 
     def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:
-        """Append the end of the run to the outbox, and deliver waiting records for at most `timeout` seconds. Return
-        the number of records that were not delivered, over all trackers; the next start of the run delivers them."""
+        """Append the end of the run (`status` is FINISHED or FAILED) to the outbox, and deliver waiting records for at
+        most `timeout` seconds. Return the number of records that were not delivered, over all trackers; the next start
+        of the run delivers them."""
         if not self._closed:
             self._append(f"end-{uuid.uuid4().hex}", "end", status=status)
         self._closed = True
@@ -305,8 +309,8 @@ class Delivery:
         self.name = tracker_of(uri).title
         scheme = uri.partition("://")[0]
         self._outbox = Outbox(directory, f"-{scheme}" if scheme in TRACKERS else "")
-        self.wake = threading.Event()  # records were appended
-        self.closing = threading.Event()  # the next delivery is the last one
+        self.wake = threading.Event()  # set when records were appended
+        self.closing = threading.Event()  # set if the next delivery is the last one
         self._abandon = threading.Event()
         self.thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self.thread.start()

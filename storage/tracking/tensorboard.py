@@ -3,10 +3,10 @@
 The URI is `tensorboard://` and an absolute path. Metrics are scalars, the config and the sample previews are texts.
 Child runs, models and data sets have no counterpart in TensorBoard and are not written.
 
-Delivery is idempotent, since the event files themselves are the index of what was delivered: at the start of a process
-they are read, and a point is written only if no file contains a point with the same name, step and time. So neither a
-kill between delivery and its mark nor a second `penstock report --to` duplicates a point, and a record that was cut
-off by a crash of the machine is written again. Each process writes a new file; complete files are never changed.
+Delivery is idempotent. A process first reads the event files, and writes a point only if no file contains a point with
+the same name, step and time. So a record that is delivered twice (after a kill, or by `penstock report --to`) is
+written once, and a record that a crash of the machine has cut off is written again. Each process writes a new file and
+changes no other file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _SCHEME = "tensorboard://"
 _DIRECTORY_NAME = r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$"  # one or more levels, none of them hidden or `..`
-Key = tuple[str, int, float]  # tag, step, wall time
+Key = tuple[str, int, float]  # tag (name), step, time in seconds since the epoch
 
 
 class TensorBoardTracker(Tracker):
@@ -62,7 +62,7 @@ class TensorBoardTracker(Tracker):
         return self.directory.as_uri()
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
-        """Write the metrics, configs and sample previews of records that the event files do not contain yet."""
+        """Write the metrics, configs and sample previews in records, except what the event files already contain."""
         for record in records:
             for point in metric_points(record):
                 self._write((point.name, point.step, point.at), simple_value=point.value)
@@ -107,7 +107,7 @@ class TensorBoardOptions(OptionsOfTracker):
     """With --use-tensorboard: directory in --tb-dir for the runs of a project."""
 
     tb_experiment_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
-    """With --use-tensorboard: directory for the runs of an experiment, inside the one of --tb-project-name."""
+    """With --use-tensorboard: directory for the runs of an experiment, inside the directory of --tb-project-name."""
 
     @staticmethod
     def connect(uri: str, run: TrackedRun) -> Tracker:
@@ -115,8 +115,8 @@ class TensorBoardOptions(OptionsOfTracker):
         return TensorBoardTracker(uri, run)
 
     def uri_of(self, store: Store) -> str | None:
-        """Return the tracking URI: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, and in it the
-        directories of project and experiment."""
+        """Return the tracking URI, whose path is --tb-dir, TENSORBOARD_DIR, or `tensorboard` in the store, followed by
+        the directories of project and experiment. None without --use-tensorboard."""
         if not self.use_tensorboard:
             return None
         path = self.tb_dir or os.environ.get("TENSORBOARD_DIR") or trackers_directory(store) / "tensorboard"

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The identity of a run in a tracker."""
+    """A run as trackers see it: its name and identity, and the store from which they read its files."""
 
     name: str
     run_id: str  # `id` in run.json
     store_uri: str = ""  # the store's current URI
     experiment: str = "penstock"
-    # The store from which trackers read the run's files and records. None: trackers show only the commits.
-    store: Store | None = field(default=None, repr=False, compare=False)
+    store: Store | None = field(default=None, repr=False, compare=False)  # None: trackers show only the commits
     num_traces: int = 0  # samples of each round that MLflow shows as traces
 
     @property
@@ -52,7 +51,7 @@ class RunStarted:
     """The run was started or resumed. `config` is the resolved config without secrets."""
 
     key: str
-    at: float  # seconds since the epoch; the same for the other records
+    at: float  # seconds since the epoch, as in all records
     config: dict[str, Any]
 
 
@@ -81,7 +80,7 @@ class ReportWritten:
 
     key: str  # contains a hash of the report
     at: float
-    store_key: str  # in `TrackedRun.store`; if its hash differs, a later report has replaced it
+    store_key: str  # of the report in `TrackedRun.store`, where a later report may have replaced it
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def parse_record(line: dict[str, Any]) -> Record:
 
 
 def report_record_key(content: bytes) -> str:
-    """Return the outbox key of a report with the given content; a run and `penstock report --to` use the same key."""
+    """Return the outbox key of a report with the given content. A run and `penstock report --to` use the same key."""
     return f"report-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
@@ -128,10 +127,10 @@ class MetricPoint(NamedTuple):
 
 
 def metric_points(record: Record) -> list[MetricPoint]:
-    """Return the metric points of a record, which belong to the run itself (not to a child run).
+    """Return the metrics of a record as points of the run itself (not of one of its child runs).
 
-    The `perf/*` and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`. Otherwise
-    they would collide with those of the training rollout, and of other evaluated data sets.
+    The metrics `perf/*` and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`, since
+    the training rollout and evaluations on other data sets have metrics with the same names.
     """
     match record:
         case MetricsLogged():
@@ -175,15 +174,15 @@ KeyAndCommit = tuple[str, Commit]
 
 
 class RunCommits:
-    """An index of a run's commits, up to the commits that are being delivered to the tracker. `commits` is kind ->
-    index -> (key, commit), without evaluations."""
+    """An index of a run's commits, up to the last commit that is being delivered to the tracker."""
 
     def __init__(self) -> None:
+        # Kind -> index -> (key, commit), without evaluations.
         self.commits: dict[str, dict[int, KeyAndCommit]] = defaultdict(dict)
-        self.evals: dict[str, Commit] = {}  # by key, since evaluations of several data sets share an index
+        self.evals: dict[str, Commit] = {}  # by key, since evaluations of several data sets have the same index
 
     def add(self, key: str, commit: Commit) -> None:
-        """Add a commit. Its sample previews are not kept, since those of all rounds take hundreds of megabytes."""
+        """Add a commit without its sample previews, since the previews of all rounds take hundreds of megabytes."""
         commit = commit.model_copy(update={"state": {**commit.state, "shown": bool(commit.state.get("shown"))}})
         if commit.kind == "eval":
             self.evals[key] = commit
@@ -204,7 +203,7 @@ class RunCommits:
         return f"{commit.kind}-{commit.index:06d}"
 
     def checkpoint(self, version: int) -> KeyAndCommit | None:
-        """Return key and commit of the checkpoint of policy `version`, or None if there is none."""
+        """Return key and commit of the checkpoint of policy `version`, or None if the run has not saved one."""
         return self.commits["checkpoint"].get(version)
 
     def previous_checkpoint(self, version: int) -> int:
@@ -212,17 +211,17 @@ class RunCommits:
         return max((index for index in self.commits["checkpoint"] if index < version), default=0)
 
     def since_previous_checkpoint(self, kind: str, version: int) -> list[KeyAndCommit]:
-        """Return keys and commits of the rollouts or steps (`kind`) between the previous checkpoint and policy
-        `version`, with which that policy was trained."""
+        """Return keys and commits of the rollouts or steps (`kind`) of the rounds between the previous checkpoint and
+        policy `version`."""
         commits = self.commits[kind]
         return [commits[r] for r in range(self.previous_checkpoint(version), version) if r in commits]
 
     def evaluations(self, versions: range) -> list[KeyAndCommit]:
-        """Return keys and commits of the evaluations of the policies `versions`."""
+        """Return keys and commits of the evaluations of the policy versions in `versions`."""
         return [(key, commit) for key, commit in self.evals.items() if commit.policy_version in versions]
 
     def is_copy(self, key: str, commit: Commit) -> bool:
-        """Return whether a commit is a copy, in a fork, of its parent's commit."""
+        """Return whether the run is a fork and copied the commit at `key` from its parent."""
         if commit.kind == "step" and commit.index in self.commits["rollout"]:
             key, commit = self.commits["rollout"][commit.index]
         return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
@@ -239,10 +238,10 @@ def eval_name_from_key(commit_key: str) -> str:
 class Tracker(Protocol):
     """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
-    # Whether delivery starts with the first record again, including delivered ones. The tracker skips records that it
-    # already has; it may lack them after a crash, or because its database was deleted.
+    # Whether delivery restarts with the first record: a crash, or the deletion of the tracker's database, may have lost
+    # delivered records. The tracker skips those that it still has.
     wants_all: bool = False
-    # Whether delivered records may be lost when the process is killed, until the end of the run is delivered.
+    # Whether the tracker may lose delivered records if the process is killed before it has delivered the run's end.
     buffers: ClassVar[bool] = False
 
     @property
@@ -250,7 +249,7 @@ class Tracker(Protocol):
         """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
-        """Send records in the given order. `commits` are all commits of the run up to the last of them.
+        """Send records in the given order. `commits` has all commits of the run up to the last one in `records`.
 
         A record may be sent again: use the times and steps in the record, and find an existing run by its
         `TrackedRun.identity`.
@@ -263,11 +262,11 @@ class Tracker(Protocol):
 
 
 class OptionsOfTracker(StageConfig):
-    """Base class of the options of one tracker; each subclass is a row of the table in trackers.py. It imports no
-    client library."""
+    """Base class of the options of one tracker. Each subclass is a row of the table in trackers.py. Its module must not
+    import the tracker's client library at the top."""
 
-    scheme: ClassVar[str]  # of its tracking URIs
-    title: ClassVar[str]  # its name in log lines
+    scheme: ClassVar[str]  # of the tracker's URIs
+    title: ClassVar[str]  # name of the tracker in log lines
 
     @staticmethod
     def connect(uri: str, run: TrackedRun) -> Tracker:
@@ -315,7 +314,8 @@ def trackers_directory(store: Store) -> Path:
 def check_package(package: str, flag: str) -> None:
     """Check that the optional package that the option `flag` needs is installed."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:  # W&B's directory `wandb` also counts as a package, one without an origin
+    # Python takes W&B's output directory `wandb` for a package without an origin.
+    if spec is None or spec.origin is None:
         raise OptionError(
             f"{flag} needs the package {package}, which is not installed: pip install 'penstock-rl[{package}]', or "
             f"omit {flag}"

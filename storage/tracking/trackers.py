@@ -24,7 +24,8 @@ TRACKERS = {row.scheme: row for row in cast("tuple[type[OptionsOfTracker], ...]"
 
 
 def tracker_of(uri: str) -> type[OptionsOfTracker]:
-    """Return the row of a tracking URI. Schemes without a row (http, sqlite, databricks, ...) are of MLflow."""
+    """Return the row of the tracker to which a tracking URI belongs. Schemes without a row (http, sqlite, databricks,
+    ...) belong to MLflow."""
     return TRACKERS.get(uri.partition("://")[0], MlflowOptions)
 
 
@@ -42,7 +43,8 @@ def check_trackers(options: TrackerOptions) -> None:
 
 
 def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:
-    """Return the TrackedRun of a run: its identity in trackers. `num_traces`: see TrackedRun; default: as recorded."""
+    """Return a run as trackers see it. `num_traces` is the number of samples of each round that MLflow shows as traces;
+    default: the recorded --mlflow-trace-samples."""
     if num_traces is None:
         num_traces = record.config["run"]["mlflow_trace_samples"]
     return TrackedRun(keys.run, record.id, store.uri, store=store, num_traces=num_traces)

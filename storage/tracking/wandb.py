@@ -1,14 +1,13 @@
 """The tracker for Weights & Biases, online and offline. A Penstock run is one W&B run.
 
 The URI is `wandb://?` and a query: project, entity, group, id (default: the run's identity), mode (online or offline),
-dir, host, key. A record is one row of the run's history: its metrics, `penstock/step` (the x-axis of all charts), and
-`penstock/record`, the record's key. W&B's own step only counts rows, since it may never decrease, whereas rollouts may
-be ahead of training.
-Child runs, models, data sets and sample previews are not sent.
+dir, host, key. A record is one row of the W&B run's history: its metrics, `penstock/step` (the x-axis of all charts),
+and `penstock/record`, the record's key. W&B's own step only counts rows: it may never decrease, but rollouts may be
+ahead of training. Child runs, models, data sets and sample previews are not sent.
 
-W&B writes rows in another process and in blocks, so rows of a killed start may be lost. Records therefore count as
-delivered once the end of their start is delivered; until then the next start sends them again. Rows that are sent twice
-have the same `penstock/step` and values, so charts do not change.
+W&B writes rows in another process and in blocks, so rows may be lost if a start is killed. Records of a start therefore
+count as delivered only when the end of the start is delivered; until then the next start sends them again. Rows that
+are sent twice have the same `penstock/step` and values, so charts do not change.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class WandbTracker(Tracker):
             for record in records:
                 self._log(record)
         except BaseException:
-            self._finish(exit_code=1)  # another tracker of this process cannot open the run while this one has it open
+            self._finish(exit_code=1)  # the next try opens the W&B run again, which an open client would prevent
             raise
         if isinstance(records[-1], RunEnded):
             self._finish(exit_code=0 if records[-1].status == "FINISHED" else 1)

@@ -16,7 +16,7 @@ from penstock.storage.champions import Decision, Policy, champion, record_decisi
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.history.run_record import ScheduleChange
-from penstock.storage.leases import lease_key
+from penstock.storage.leases import lease_key, store_time
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import (
     Orphan,
@@ -213,7 +213,7 @@ def test_gc_deletes_exactly_the_orphans(kind: str, data: Path, store_of: Callabl
     }
     attempt = next(orphan for orphan in found if orphan.key.startswith(keys.rollout_prefix(9)))
     assert (len(attempt.files), attempt.bytes) == (2, 4)
-    assert all(remove_orphan(store, orphan) for orphan in found)
+    assert all(remove_orphan(store, orphan, store_time(store)) for orphan in found)
     assert {found.key for found in store.walk("")} - before == {
         f"{keys.rollout_prefix(9)}.journal/attempt-x/part",
         f"{keys.prefix}/logs/engine.log",
@@ -265,11 +265,11 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
             (out.path / "weights").write_bytes(b"slow")
         (found,) = find_orphans(store, older_than=0, now=time.time() + 1)
         store.commit(prefix, Commit(kind="checkpoint", attempt=attempt, files=out.files, index=1, policy_version=1))
-        assert not remove_orphan(store, found) and store.exists(f"{attempt}/weights")
+        assert not remove_orphan(store, found, store_time(store)) and store.exists(f"{attempt}/weights")
     store.create(unfinished_fork_key(RunKeys("f")), b"{}")
     half: Orphan = find_orphans(store, "f", older_than=0, now=time.time() + 1)[0]
     store.create(RunKeys("f").record, b"{}")
-    assert not remove_orphan(store, half) and store.exists(unfinished_fork_key(RunKeys("f")))
+    assert not remove_orphan(store, half, store_time(store)) and store.exists(unfinished_fork_key(RunKeys("f")))
 
 
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:
@@ -291,7 +291,7 @@ def test_gc_keeps_an_expired_checkpoint_that_a_fork_shares_since_its_listing(sto
     fork_keys = shared(store, data, at=3)
     finish_interrupted_expiries(store, keys)
     assert kept(store, keys) == [4, 6] and kept(store, fork_keys) == [2]
-    assert not remove_orphan(store, found)
+    assert not remove_orphan(store, found, store_time(store))
     assert audit_run(store, fork_keys).problems == []
 
 

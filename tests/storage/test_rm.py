@@ -16,7 +16,7 @@ from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.run_record import ForkRecord
-from penstock.storage.leases import Lease, new_driver_lease_key
+from penstock.storage.leases import Lease, new_driver_lease_key, store_time
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import (
     describe_removing_process,
@@ -149,7 +149,7 @@ def test_gc_keeps_a_run_started_again_after_its_listing(store: Store, tmp_path: 
     assert [(orphan.kind, orphan.key) for orphan in found] == [("removed run", KEYS.prefix)]
     make_run(store, config_of(store, tmp_path / "data.jsonl"), 3, save=(2,))
     before = files(store, KEYS.prefix)
-    assert not remove_orphan(store, found[0])
+    assert not remove_orphan(store, found[0], store_time(store))
     assert files(store, KEYS.prefix) == before and audit_run(store, KEYS).problems == []
 
 

@@ -1,11 +1,12 @@
 """Logged models (source models, converted models, checkpoints, exports), and registered models, with their aliases.
 
-A logged model is found by the tag `penstock.attempt`, the directory of its files in the store, or by `penstock.source`,
-a hash of a source model's path. So runs that share a model, for instance a fork and its parent, share the logged model.
+A logged model is found by a tag: `penstock.attempt`, the directory of its files in the store, or, for a source model,
+`penstock.source`, a hash of its path. So runs that share a model (a fork and its parent) share the logged model.
 
-A run has a registered model with its name, to which each evaluated checkpoint is added; the alias `candidate` is the
-newest one. A model with a champion (storage/champions.py) is a registered model, too: its versions are the policies
-that the decisions name, in order, and the aliases `champion` and `candidate` follow the last decision.
+Each run has a registered model with the run's name. Its versions are the evaluated checkpoints, and the alias
+`candidate` names the newest version. A model with a champion (storage/champions.py) is a registered model, too: its
+versions are the policies that the decisions name, in order, and the aliases `champion` and `candidate` follow the last
+decision.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export"
 
 @dataclass
 class _NewModel:
-    """The arguments for creating a logged model."""
+    """A logged model to find by the tag `key`, or to create with these contents."""
 
     name: str
     type: str
-    key: dict[str, str]  # tags by which it is found
+    key: dict[str, str]  # the one tag by which the model is found
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)  # file name -> content
@@ -53,11 +54,12 @@ class MlflowModels:
         self._models: dict[tuple[str, str], LoggedModel] = {}  # tag by which it is found -> model
 
     def of_commit(self, key: str, commit: Commit, source_run: str | None = None) -> LoggedModel:
-        """Return the logged model of a converted model, checkpoint or export. It is created if missing."""
+        """Return the logged model of a converted model, checkpoint or export, whose commit record is at `key`. It is
+        created if missing, with the MLflow run `source_run` (an id) as its origin."""
         run = commit.writer
         version = f"{commit.policy_version:06d}"
         attempt = commit.attempt or key
-        # The key in the run that wrote the files, if `key` is that of a copy in a fork.
+        # If `key` is that of a copy in a fork: the key in the run that wrote the files.
         original = f"runs/{run}/{key.split('/', 2)[2]}" if run and key.startswith("runs/") else key
         if commit.kind == "model":
             name = f"base-{short_fingerprint(key)}"
@@ -105,7 +107,7 @@ class MlflowModels:
             self.runs.client.set_logged_model_tags(model.model_id, tags)
 
     def log_output(self, run_id: str, model: LoggedModel, step: int = 0) -> None:
-        """Log a model as an output of an MLflow run, once."""
+        """Log a model as an output of an MLflow run, unless it already is one. `step` is the model's policy version."""
         outputs = self.runs.client.get_run(run_id).outputs
         if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
             self.runs.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
@@ -178,9 +180,9 @@ class MlflowRegistry:
 
     def register_evaluated(self, version: int, at: float, commits: RunCommits) -> None:
         """Register the checkpoint of a policy version if both the checkpoint and an evaluation of it were committed by
-        the time `at`, the commit time of the checkpoint or evaluation that is being logged.
+        the time `at`: the commit time of the checkpoint or evaluation that is being logged.
 
-        Later commits do not count, so that sending a run again gives the versions the same numbers.
+        Later commits do not count, so the versions get the same numbers when a run is sent again.
         """
         checkpoint = commits.checkpoint(version)
         evals = [c for _, c in commits.evaluations(range(version, version + 1)) if c.created_at <= at]
@@ -206,7 +208,7 @@ class MlflowRegistry:
                 self.update_model(name)
 
     def update_model(self, name: str) -> None:
-        """Derive the versions and aliases of a model from the decisions in the store."""
+        """Update versions and aliases of the registered model `name` from the decisions in the store."""
         decisions = self._decisions(name)
         texts = {decision.candidate.name: str(decision) for decision in decisions if decision.candidate}
         versions = {
@@ -223,7 +225,8 @@ class MlflowRegistry:
         return read_decisions(self.runs.run.store, name) if self.runs.run.store else []
 
     def _register(self, name: str, policy: Policy, text: str) -> ModelVersion | None:
-        """Return the version of a policy, which is created if missing; None if its checkpoint expired before that."""
+        """Return the version of the registered model `name` for a policy, with the description `text`. It is created if
+        missing; None if it is missing and the policy's checkpoint has expired."""
         store = self.runs.run.store
         commit = store.read_record(Commit, policy.checkpoint) if store else None
         if commit is not None:
@@ -232,8 +235,8 @@ class MlflowRegistry:
         return known[-1] if known else None
 
     def _find_or_create(self, name: str, policy: str, model: LoggedModel, text: str) -> ModelVersion:
-        """Return the version of a policy, with a description: `text` and a link to the logged model. It is created if
-        missing."""
+        """Return the version of the registered model `name` for a policy (RUN/VERSION). Its description is `text` and a
+        link to the logged model `model`. It is created if missing."""
         text = f"{text}\n\nCheckpoint: [{model.name}]({self.runs.url('models', model.model_id)})"
         existing = self._existing(name)
         # Compare the model, since a run that was removed and started again under its name has the same policy names.

@@ -43,15 +43,15 @@ class MlflowOptions(OptionsOfTracker):
         return MlflowTracker(uri, run)
 
     def uri_of(self, store: Store) -> str:
-        """Return the tracking URI (`tracking_uri`): MLflow is always used."""
+        """Return the tracking URI (see `tracking_uri`). It is never None: MLflow is always used."""
         return tracking_uri(store, self.mlflow_tracking_uri)
 
 
 def tracking_uri(store: Store, configured: str | None = None) -> str:
-    """Return the tracking URI: the configured one, MLFLOW_TRACKING_URI, or an SQLite file in the store.
+    """Return MLflow's tracking URI: `configured`, MLFLOW_TRACKING_URI, or an SQLite file in the store. If the store is
+    not local, the SQLite file is in this user's state directory.
 
-    Without a local store the SQLite file is in this user's state directory. The URI may contain credentials, so it must
-    not be displayed.
+    The URI may contain credentials, so it must not be displayed.
     """
     if uri := resolve_secrets(configured) or os.environ.get("MLFLOW_TRACKING_URI"):
         return register_credentials(uri)
@@ -61,8 +61,8 @@ def tracking_uri(store: Store, configured: str | None = None) -> str:
 
 
 def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | None:
-    """Show the decisions about a model in MLflow: its registered versions and aliases. Return why MLflow was not
-    updated, or None if it was."""
+    """Update MLflow's registered model of `model` (versions and aliases) from the decisions in the store. Return None,
+    or why it was not updated. The recorded options of the run `policy_run` say where MLflow is."""
     from penstock.storage.history.run_record import read_run_record  # here, so that options do not load the store
 
     record = read_run_record(store, RunKeys(policy_run))

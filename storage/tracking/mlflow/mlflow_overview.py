@@ -2,11 +2,11 @@
 
 MLflow 3.17 keeps the charts and columns that a user chooses in that browser. Two things can be set here:
 
-- The order of the charts, by names: MLflow puts the metrics of a run into sections by the part of their names before
-  the last "/", and sorts sections and charts by name. So the main metrics are logged a second time as
+- The order of the charts, by their names: MLflow takes the part of a metric's name before the last "/" as the section
+  of its chart, and sorts sections and charts by name. So the main metrics are logged a second time as
   `at a glance/NUMBER TITLE`, and costs, which come last, are called `usage/...`.
-- A view of the list of runs: a tag `mlflow.sharedViewState.KEY` of the experiment. It is listed under "Views", and a
-  link with `viewStateShareKey=KEY` opens it. The page of a single run cannot have such a view.
+- A view of the list of runs, stored in the experiment's tag `mlflow.sharedViewState.KEY`. MLflow lists it under
+  "Views", and a link with `viewStateShareKey=KEY` opens it. The page of a single run cannot have such a view.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from penstock.storage.commit import Commit, eval_rewards, evaluation_rewards, training_rewards
+from penstock.storage.commit import eval_rewards, evaluation_rewards, training_rewards
 from penstock.storage.tracking.mlflow.mlflow_runs import RESULTS, VIEW, replace_forbidden_characters
 from penstock.storage.tracking.tracker import Committed, MetricPoint, Record, RunCommits
 
@@ -43,41 +43,38 @@ _MAIN_METRICS: dict[
 
 
 def overview_points(record: Record, commits: RunCommits) -> list[MetricPoint]:
-    """Return the main metrics of a record again, under the names by which MLflow shows them first."""
+    """Return the main metrics of a record under second names, by which MLflow shows them first."""
     if not isinstance(record, Committed):
         return []
     commit, values = record.commit, {}
     if commit.listed_kind == "eval":
         values = {f"2 evaluation {task}": reward for task, reward in eval_rewards(commit).items()}
-    kind = "sft step" if commit.kind == "step" and _uses_demonstrations(commit, commits) else commit.kind
+    _, rollout = commits.commits["rollout"].get(commit.index, ("", None))
+    uses_demonstrations = rollout is not None and rollout.policy_version < 0
+    kind = "sft step" if commit.kind == "step" and uses_demonstrations else commit.kind
     for title, names in _MAIN_METRICS.get(kind, {}).items():
         found = [commit.summary[name] for name in names if name in commit.summary]
         values |= {title: found[0]} if found else {}
     return [MetricPoint(f"{SECTION}/{title}", commit.index, value, record.at) for title, value in values.items()]
 
 
-def _uses_demonstrations(step: Commit, commits: RunCommits) -> bool:
-    rollout = commits.commits["rollout"].get(step.index)
-    return rollout is not None and rollout[1].policy_version < 0
-
-
 # ---- the stored view of the list of runs -----------------------------------------------------------------------------
 
 _VIEW_NAME = "penstock"
 VIEW_TAG = f"mlflow.sharedViewState.{_VIEW_NAME}"
-_COLUMN_WIDTH = 200  # pixels: with the name of a metric
+_COLUMN_WIDTH = 200  # pixels, enough for the name of a metric
 _ROUNDS_COLUMN = f"tags.`{ROUNDS}`"
 _FIRST_COLUMNS = {"attributes.`Run Name`": 220, "runDateAndNestInfo": 150, "duration": 80, _ROUNDS_COLUMN: 130}
 
 
 def runs_url(experiment_id: str) -> str:
-    """Return the URL of the list of runs, relative to the server, in the stored view."""
+    """Return the URL, relative to the server, that opens the list of runs in the stored view."""
     return f"#/experiments/{experiment_id}/runs?{VIEW}&viewStateShareKey={_VIEW_NAME}"
 
 
 def store_view(client: MlflowClient, experiment_id: str, metrics: Iterable[str]) -> None:
-    """Store the view of an experiment: columns for reward, evaluations, speed and rounds. `metrics` are names of
-    `overview_points`; the evaluations among them are added to those of the view."""
+    """Store the view of an experiment's list of runs: columns for reward, evaluations, speed and rounds. `metrics` are
+    names of points of `overview_points`; each evaluation among them gets a column if the view has none for it yet."""
     tag = client.get_experiment(experiment_id).tags.get(VIEW_TAG)
     shown = json.loads(json.loads(tag)["state"])["selectedColumns"] if tag else []
     names = [f"{SECTION}/{_REWARD}", f"{SECTION}/{_SPEED}", *(name for name in metrics if "/2 " in name)]

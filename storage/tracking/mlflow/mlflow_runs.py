@@ -57,8 +57,9 @@ def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 # ---- paths of artifacts ----------------------------------------------------------------------------------------------
-# MLflow stores absolute paths, also in the database, which is in the store by default. Without an update, pages would
-# lack their artifacts after the store was moved, and new artifacts would be written to the old place.
+# MLflow's database, which is in the store by default, contains absolute paths of artifacts. If the paths were not
+# updated after the store was moved, pages would lack their artifacts, and new artifacts would be written to the old
+# place.
 
 ARTIFACTS = "artifacts"  # directory next to the database
 _TIMEOUT = 30.0  # seconds to wait for other writers of the database
@@ -69,8 +70,8 @@ _COLUMNS = (
 
 
 def update_artifact_paths(database: Path, experiment: str) -> bool:
-    """Make an MLflow database refer to the directory of artifacts next to it, if that contains the artifacts of
-    `experiment` and the database refers to another place. Return whether the database was changed."""
+    """Make an MLflow database refer to the directory `artifacts` next to it, if this directory contains the artifacts
+    of `experiment`, and the database refers to another place. Return whether the database was changed."""
     if not database.exists():
         return False
     with closing(sqlite3.connect(database, timeout=_TIMEOUT)) as connection, connection:
@@ -94,14 +95,14 @@ def update_artifact_paths(database: Path, experiment: str) -> bool:
 
 
 # ---- links between pages ---------------------------------------------------------------------------------------------
-# Each link is a tag of the object, and the object's description, which MLflow shows as Markdown, lists them, for a run
-# below its results. Text above results and links is the user's, and kept.
+# Each link is a tag of an MLflow object. The object's description, which MLflow shows as Markdown, lists the links; in
+# a run's description they follow its results. Text that a user wrote above results and links is kept.
 
 _NOTE = "mlflow.note.content"  # tag of the description
 _TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
 _HEADING = "#### Links"
 RESULTS = "**Results:**"  # beginning of a run's results
-_MAX_LINKS = 25  # of one role in the description, the newest by title; fewer if the description would be too long
+_MAX_LINKS = 25  # listed links of one role, the last ones by title; fewer if the description would be too long
 _MAX_TEXT = 8000  # characters of a description; MLflow cuts longer ones of runs
 
 
@@ -114,8 +115,8 @@ class Link(NamedTuple):
 
 
 def link_tags(tags: Mapping[str, str], links: list[Link], results: str | None = None) -> dict[str, str]:
-    """Return the tags to set so that an object with the tags `tags` has more links; {} if it has all of them.
-    `results`, which begins with RESULTS, replaces what the description says from there to the links."""
+    """Return the tags that add `links` to an object with the tags `tags`; {} if it already has them. `results`, a text
+    that begins with RESULTS, replaces the description's text from RESULTS to the links."""
     new = {replace_forbidden_characters(f"{_TAG}{link.role}/{link.title}")[:250]: link.url for link in links}
     text = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
     if results is not None:
@@ -129,7 +130,7 @@ def link_tags(tags: Mapping[str, str], links: list[Link], results: str | None = 
 
 
 def describe_links(text: str, links: Mapping[str, str]) -> str:
-    """Return a description: `text`, then a list of links, given by the names of their tags."""
+    """Return a description: `text`, then a list of `links` (name of the link's tag -> URL)."""
     roles: dict[str, list[str]] = defaultdict(list)
     for name in sorted(links):
         role, _, title = name.removeprefix(_TAG).partition("/")
@@ -180,15 +181,15 @@ class MlflowRuns:
     def find_or_create_part(
         self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
     ) -> str:
-        """Return the id of the MLflow run for the run (part "") or for the child run `part`, the tag by which it is
-        found. It is created if missing, with `name`, further `tags`, and `start_time` in milliseconds since the
-        epoch."""
+        """Return the id of the MLflow run of the run itself (`part` is "") or of its child run with the value `part` of
+        the tag `penstock.part`. It is created if missing, with `name`, further `tags`, and `start_time` in milliseconds
+        since the epoch."""
         key = self._part_tags(self.run, part)
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
 
     def find_part(self, part: str, run: TrackedRun | None = None) -> Run | None:
-        """Return the MLflow run of a run (by default, this one) or of one of its child runs, or None if MLflow does not
-        have it."""
+        """Return the MLflow run of `run` (default: this run) itself, or of its child run `part`, or None if MLflow does
+        not have it."""
         return next(iter(self.find_all(self._part_tags(run or self.run, part), max_results=1)), None)
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
@@ -210,7 +211,8 @@ class MlflowRuns:
         return self.client.search_runs([experiment], where, max_results=max_results, order_by=order)
 
     def url(self, kind: str, id: str, path: str = "") -> str:
-        """Return the URL of a page, relative to the server: of a run (kind "runs") or model ("models")."""
+        """Return the URL, relative to the server, of the page of a run (`kind` is "runs") or a model ("models"). `path`
+        selects a tab of the page."""
         return f"#/experiments/{self.experiment_id}/{kind}/{id}{path}?{VIEW}"
 
     def add_links(self, run_id: str, links: list[Link], results: str | None = None) -> None:

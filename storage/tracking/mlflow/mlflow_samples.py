@@ -82,18 +82,19 @@ def prompt_files(commit: Commit) -> list[str]:
 
 
 def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Dataset:
-    """Return the prompt file `path`, the file number `index` of the rollout or evaluation `commit`, as an MLflow data
-    set, which is the same for all rounds and policy versions. Its schema is taken from the first rows `preview`."""
+    """Return a prompt file of a rollout or evaluation as an MLflow data set, the same for all rounds and policy
+    versions. `index` is the number of the file among the prompt files of `commit`; `preview` are the file's first rows,
+    from which the schema is taken."""
     segments = (commit.state.get("data_source") or {}).get("segments") or []
     segments = [segment for segment in segments if segment["file"] == index]
     profile = {"num_rows": sum(segment["rows"] for segment in segments)} if segments else {}
-    digest = _hash(" ".join(segment["digest"] for segment in segments) or path)  # the same in a moved store
+    digest = _hash(" ".join(segment["digest"] for segment in segments) or path)  # the same after the store was moved
     columns = [(name, "string") for name in dict.fromkeys(name for row in preview for name in row)]
     return make_dataset(path.rpartition("/")[2], digest, path, columns, profile)
 
 
 def read_preview(path: str) -> Rows:
-    """Return the first rows of a prompt file, with shortened texts; [] if the file cannot be read here."""
+    """Return the first rows of a prompt file, with shortened texts; [] if the file cannot be read on this machine."""
     file = Path(path.partition("@[")[0])  # a path may end with a range of rows
     try:
         if file.suffix == ".parquet":
@@ -108,7 +109,8 @@ def read_preview(path: str) -> Rows:
 
 
 def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) -> DatasetInput:
-    """Return a data set as input of an MLflow run. `context` is what it was used for, e.g. "training"."""
+    """Return a data set as an input of an MLflow run. `context` says what the data set was used for, e.g. "training";
+    `commit` is the commit with its samples, whose policy version is tagged."""
     tags = [InputTag("mlflow.data.context", context)]
     if commit is not None:
         tags.append(InputTag("penstock.policy_version", str(commit.policy_version)))
@@ -116,8 +118,8 @@ def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) 
 
 
 def make_dataset(name: str, digest: str, uri: str, columns: list[tuple[str, str]], profile: dict[str, Any]) -> Dataset:
-    """Return an MLflow data set. Its source has one of MLflow's types (`local`, `s3`, ...), so that the UI can open
-    it. `columns` are names and MLflow types."""
+    """Return an MLflow data set. Its source has one of MLflow's types (`local`, `s3`, ...), so that the UI can open it.
+    `columns` are (name, MLflow type); `profile` are numbers that the UI shows, such as num_rows."""
     source_type = uri.split("://")[0] if "://" in uri else "local"
     specs = [{"type": type, "name": column, "required": False} for column, type in columns]
     schema = json.dumps({"mlflow_colspec": specs}) if specs else None
@@ -139,7 +141,7 @@ def _preview(value: Any) -> Any:
 _UNUSED = ("rollout_logprobs", "routed_experts", "teacher_logprobs")
 _COLUMNS = [column for column in SCHEMA.names if column not in _UNUSED]
 _TOKENIZER = "hf_assets/tokenizer.json"  # in the files of a converted model
-_BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find the first samples of several groups
+_BATCH, _MAX_ROWS = 32, 1024  # rows per read, and in total, in which the first samples of groups are searched
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
 _THOUGHT = re.compile(r"\A.*</think>|<think>.*", re.DOTALL)  # the thought may begin in the prompt, or have no end
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -153,9 +155,9 @@ class MlflowTraces:
         self.runs = runs
 
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
-        """Log the first sample of each of the first groups of a rollout as a trace.
+        """Log the first sample of each of the first `num_traces` groups of a rollout as a trace.
 
-        The traces are linked to the run `main_run`, and to the model: the last checkpoint before the rollout, or the
+        The traces are linked to the MLflow run `main_run` and to `model`, the last checkpoint before the rollout or the
         base model. `shards` is the name of the MLflow data set with the samples.
         """
         run = self.runs.run
@@ -185,7 +187,7 @@ class MlflowTraces:
             spans += [to_span(id, number, part, at=at, failed=failed) for number, part in enumerate(parts)]
         if spans:
             self.client.log_spans(self.runs.experiment_id, spans)
-        for trace in traces:  # after the spans, from which MLflow would compute a duration
+        for trace in traces:  # after the spans, since this removes the duration that MLflow computes from spans
             self.client.start_trace(trace)
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
@@ -239,7 +241,8 @@ class SamplePart:
 
 
 def split_sample(row: Row, decode: Callable[[Sequence[int]], str | None]) -> list[SamplePart]:
-    """Return the parts of a sample: the sample itself, then its turns and tool results."""
+    """Return the parts of a sample: the sample itself, then its turns and tool results. `decode` returns the text of
+    token ids, or None without a tokenizer."""
     num_prompt = row["loss_mask"].index(1) if 1 in row["loss_mask"] else len(row["token_ids"])
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
@@ -287,8 +290,8 @@ def tool_calls(text: str) -> list[Any]:
 
 
 def to_span(trace: bytes, number: int, part: SamplePart, *, at: float, failed: bool) -> Span:
-    """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root. It
-    begins and ends at the time `at` (seconds since the epoch)."""
+    """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); part 0 is the root span.
+    The span begins and ends at the time `at` (seconds since the epoch)."""
     attributes = {
         "mlflow.traceRequestId": f"tr-{trace.hex()}",
         "mlflow.spanType": part.type,
@@ -301,7 +304,7 @@ def to_span(trace: bytes, number: int, part: SamplePart, *, at: float, failed: b
         "span_id": _span_id(trace, number),
         "parent_span_id": _span_id(trace, 0) if number else None,
         "name": part.name,
-        "start_time_unix_nano": int(at * 1e9) + number,  # MLflow orders the spans by it
+        "start_time_unix_nano": int(at * 1e9) + number,  # MLflow orders spans by their start times
         "end_time_unix_nano": int(at * 1e9) + number,
         "status": {"code": "STATUS_CODE_ERROR" if failed else "STATUS_CODE_OK", "message": ""},
         "attributes": {name: json.dumps(value, ensure_ascii=False) for name, value in attributes.items()},

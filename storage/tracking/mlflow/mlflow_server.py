@@ -75,7 +75,8 @@ class StoreArtifacts(LocalArtifactRepository):
         return super().download_trace_data()
 
     def _check(self, artifact_path: str) -> None:
-        """Check a path. MLflow itself checks the other methods' paths, but only against `artifact_dir`."""
+        """Raise MlflowException if a path leads out of `root`. Methods of the base class that are not overridden here
+        check themselves that paths are inside `artifact_dir`."""
         if not Path(self.artifact_dir, artifact_path).resolve().is_relative_to(self.root):
             raise MlflowException.invalid_parameter_value(
                 "artifacts outside of the store's directory are refused: use a path inside it"

@@ -1,8 +1,9 @@
-"""The tracker for MLflow: receives the records of a run, and logs each as MLflow objects: rollouts in the main run;
-checkpoints, evaluations and exports in child runs; and what the main run shows besides them: description, source, user,
-models that it started with, forks, the reward curve.
+"""The tracker for MLflow: receives the records of a run, and logs each as MLflow objects.
 
-A fork contains copies of its parent's commits; their metrics are logged for the fork, too, but their artifacts are
+A Penstock run is one MLflow run, the main run, with rollouts, description, source, user, links to the models that it
+started with and to forks, and the reward curve. Its checkpoints, evaluations and exports are child runs.
+
+A fork contains copies of its parent's commits. Their metrics are logged for the fork, too, but their artifacts are
 MLflow objects of the parent only.
 """
 
@@ -82,13 +83,13 @@ _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _MAX_PARAM = 6000  # characters of a parameter's value
 _CURVE_KINDS = ("checkpoint", "eval")  # kinds of commits after which the reward curve is redrawn
 _MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
-_MAX_SHARD_LINKS = 20  # previews of shards that a train run links to, the newest
-_PARENT = "penstock.parent"  # tag of a fork: the id of its parent
-_SOURCES = ("hf_checkpoint", "checkpoint", "export")  # inputs of conversions: a directory, or files of a run
+_MAX_SHARD_LINKS = 20  # the newest sample previews, to which the child run of a checkpoint links
+_PARENT = "penstock.parent"  # tag of a fork's main run: `id` in run.json of the parent
+_SOURCES = ("hf_checkpoint", "checkpoint", "export")  # roles of a conversion's inputs: a directory, or files of a run
 
 
 class RunPage:
-    """Logs what the main run of a Penstock run shows besides its commits."""
+    """Logs what the main run shows besides commits: its source and user, results, links, the models it started with."""
 
     def __init__(self, runs: MlflowRuns, models: MlflowModels) -> None:
         self.client = runs.client
@@ -97,8 +98,8 @@ class RunPage:
         self.base_model: LoggedModel | None = None  # policy version 0, once it is known
 
     def update(self, main_run: str) -> None:
-        """Log user, source, git commit, Prefect flow run and description, and link the run with its parent and its
-        forks. All come from the records in the store; without a store nothing is logged."""
+        """Log user, source, git commit and Prefect flow run in the MLflow run `main_run`, and link it with the MLflow
+        runs of its parent and its forks. All come from records in the store; without a store nothing is logged."""
         run = self.runs.run
         record = read_run_record(run.store, RunKeys(run.name)) if run.store else None
         if run.store is None or record is None:
@@ -129,8 +130,8 @@ class RunPage:
                 self._link_fork(main_run, run.name, fork.info.run_id, name, of_fork.parent.at)
 
     def describe(self, main_run: str, commits: RunCommits) -> None:
-        """Let the description of the run begin with its results and the pages to look at, and tag the run with the
-        number of its rounds."""
+        """Write the results of the run and links to its pages at the beginning of its description, and tag the run with
+        the number of its rounds."""
         pages = {"charts": CHARTS, "samples": "/traces", "files": "/artifacts"}
         links = [f"[{title}]({self.runs.url('runs', main_run, tab)})" for title, tab in pages.items()]
         links.append(f"[all runs]({runs_url(self.runs.experiment_id)})")
@@ -141,7 +142,8 @@ class RunPage:
         self.client.set_tag(main_run, ROUNDS, str(len(commits.commits["step"])))
 
     def _link_fork(self, parent_run: str, parent: str, fork_run: str, fork: str, at: int) -> None:
-        """Link the MLflow runs of a fork from round `at` and of its parent."""
+        """Link the MLflow runs of a fork (id `fork_run`, name `fork`) and of its parent to each other. The fork begins
+        at round `at`."""
         link = Link("fork of", f"{parent} at round {at}", self.runs.url("runs", parent_run))
         self.runs.add_links(fork_run, [link])
         self.runs.add_links(parent_run, [Link("forks", f"{fork} at round {at}", self.runs.url("runs", fork_run))])
@@ -149,7 +151,7 @@ class RunPage:
     # ---- models that the run started with ----------------------------------------------------------------------------
 
     def log_origins(self, main_run: str, commits: RunCommits) -> None:
-        """Log the base, reference and teacher model of the run, as soon as the store or a commit names them."""
+        """Log the models that the run started with (ORIGINS), unless they are logged or not known yet."""
         store = self.runs.run.store
         if self.base_model is not None:
             return
@@ -164,7 +166,7 @@ class RunPage:
                 self._log_origin(main_run, role, model.key, commit)
 
     def _log_origin(self, main_run: str, role: str, key: str, commit: Commit) -> None:
-        """Log a converted model as an input of the run, with its conversion."""
+        """Log a converted model, which has the given role in the run, as an input of the run, and its conversion."""
         model, sources = self._log_conversion(main_run, key, commit)
         if role == "base":
             self.base_model = model
@@ -176,9 +178,9 @@ class RunPage:
         self.runs.add_links(main_run, [self.models.link(f"{role} model", model), *links])
 
     def _log_conversion(self, main_run: str, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
-        """Log the conversion of a source model as an MLflow run, which all runs with the same model share; it is a
-        child of the first of them. Return the converted model and its sources: a directory, or the export or a
-        checkpoint of another run, or both if the directory is a copy."""
+        """Log the conversion of a source model as an MLflow run. All runs with the same model share it; it is a child
+        of the first of these runs. Return the converted model and its sources: a directory, the export or a checkpoint
+        of another run, or both if the directory is a copy."""
         attempt = commit.attempt or key
         name = f"convert-{short_fingerprint(key)}"
         tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri, "mlflow.parentRunId": main_run}
@@ -188,7 +190,7 @@ class RunPage:
         links = [self.models.link("output", model)]
         here = Link("converted by", name, self.runs.url("runs", run_id))
         paths = [commit.inputs[role] for role in _SOURCES if role in commit.inputs]
-        attempts = [attempt_in_path(path) for path in paths]  # of a run's export or checkpoint
+        attempts = [attempt_in_path(path) for path in paths]  # None: not an export or checkpoint of a run
         found = [self.models.of_attempt(attempt) if attempt else None for attempt in attempts]
         sources = [model or self.models.of_source(path) for model, path in zip(found, paths, strict=True)]
         for source in sources:
@@ -207,7 +209,7 @@ class MlflowTracker(Tracker):
     """The connection of one Penstock run to MLflow. `MlflowOptions.connect` makes it."""
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
-        # Their errors are also raised, and logged by delivery.py.
+        # These libraries also raise the errors that they log; delivery.py logs the raised errors.
         for name in ("mlflow", "alembic", "sqlalchemy", "urllib3.connectionpool"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.uri = uri
@@ -231,7 +233,7 @@ class MlflowTracker(Tracker):
         return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id, CHARTS)}"
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
-        """Send records to MLflow in the given order. Metrics and data sets of the main run are collected into few
+        """Send records to MLflow in the given order. Metrics and data sets of the main run are sent together, in few
         requests."""
         points: list[Metric] = []
         inputs: list[DatasetInput] = []
@@ -290,9 +292,9 @@ class MlflowTracker(Tracker):
         self.run_page.update(run_id)
 
     def _log_commit(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
-        """Log a commit, except for what the caller logs in the main run together with that of other commits: its
-        metrics, and the returned data sets."""
-        if commits.is_copy(key, commit):  # its artifacts are MLflow objects of the fork's parent
+        """Log a commit, except its metrics and data sets in the main run, which the caller logs for several commits
+        together. Return these data sets."""
+        if commits.is_copy(key, commit):  # the artifacts of a copy are MLflow objects of the fork's parent
             return []
         self.run_page.log_origins(main_run, commits)
         if commit.kind == "model":
@@ -339,8 +341,8 @@ class MlflowTracker(Tracker):
         return inputs
 
     def _log_checkpoint(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log a checkpoint: the train run with its metrics, parameters and shards, and the model. Return the links of
-        the train run."""
+        """Log a checkpoint as a model, and the training up to it in the child run `child` (an id): metrics, parameters
+        and shards. Return the links of the child run."""
         rollouts = commits.since_previous_checkpoint("rollout", commit.index)
         inputs = [dataset_input(shards_dataset(k, c, self.run.store_uri), "training", c) for k, c in rollouts]
         for datasets in chunks(inputs, MAX_DATASETS):
@@ -375,7 +377,7 @@ class MlflowTracker(Tracker):
             links.append(self.models.link("input", before))
         for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
             early = self.runs.find_part(commits.child_run_name(*evaluation))
-            if early:  # it was logged before the checkpoint
+            if early:  # the evaluation was logged before the checkpoint
                 link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
                 self.runs.add_links(early.info.run_id, [link])
         for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
@@ -384,8 +386,8 @@ class MlflowTracker(Tracker):
         return links
 
     def _log_eval(self, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an evaluation: its prompts, samples and metrics, which belong to the evaluated model, too. Return the
-        links of the child run."""
+        """Log an evaluation in the child run `child` (an id): prompts, samples and metrics, which are also logged for
+        the evaluated model. Return the links of the child run."""
         inputs, previews = self._prompt_inputs(commit)
         if rows := commit.state.get("shown"):
             previews[_samples_path(commit)] = rows
@@ -415,8 +417,8 @@ class MlflowTracker(Tracker):
         return links
 
     def _log_scores(self, child: str, part: str, key: str, commit: Commit, model: LoggedModel) -> Link:
-        """Log the metrics of an evaluation as those of the evaluated model, too, and link the model with the child run
-        `child`, whose name is `part`. Return the link to the model."""
+        """Log the metrics of an evaluation in the child run with the id `child` and the name `part`, and for the
+        evaluated model. Link the model to the child run, and return the link to the model."""
         about = {"run_id": child, "model_id": model.model_id}
         if inputs := self._prompt_inputs(commit)[0]:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
@@ -428,7 +430,8 @@ class MlflowTracker(Tracker):
         return self.models.link("evaluated model", model)
 
     def _log_export(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an export as a model of its own, linked with its checkpoint. Return the links of the child run."""
+        """Log an export as a model, which is the output of the child run `child` (an id), and link it with the exported
+        checkpoint. Return the links of the child run."""
         model = self.models.of_commit(key, commit, child)
         self.models.log_output(child, model, commit.index)
         self.models.log_output(main_run, model, commit.index)
@@ -463,9 +466,9 @@ class MlflowTracker(Tracker):
         return inputs, previews
 
     def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
-        """Log tables by artifact path, and list them and the last of `listed` as tables on the run's page.
+        """Log `tables` (artifact path -> rows), and make the run's page show them and the last paths of `listed`.
 
-        `log_table` is not used, since it would append to an existing table.
+        MLflow's `log_table` would append the rows to an existing table.
         """
         for path, rows in tables.items():
             if (run_id, path) not in self._logged_tables:
@@ -480,12 +483,12 @@ class MlflowTracker(Tracker):
             self.client.set_tag(run_id, mlflow_tags.MLFLOW_LOGGED_ARTIFACTS, text)
 
     def _link_parts(self, child: str, name: str, role: str, other: Run | None, role_here: str) -> list[Link]:
-        """Link another child run (None: MLflow does not have it) to the child run with the id `child` and the title
-        `name`. Return the links in the other direction.
+        """Add a link to the page of the child run `other` (None: MLflow does not have it) that opens the child run with
+        the id `child` and the title `name`. Return a list with the link in the other direction.
 
         Args:
-            role: what the other child run is to this one.
-            role_here: what this child run is to the other one.
+            role: what `other` is to `child`, e.g. "policy trained in".
+            role_here: what `child` is to `other`.
         """
         if other is None:
             return []
