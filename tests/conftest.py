@@ -130,12 +130,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
+    gc.freeze()  # Megatron's modules
     threads = torch.get_num_threads()
     init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
-    gc.freeze()  # Megatron's modules
     yield
     shutdown_parallel()
     torch.set_num_threads(threads)
+    gc.collect()  # of models and their process groups, which have 84 file descriptors
 
 
 @pytest.fixture(scope="session")
