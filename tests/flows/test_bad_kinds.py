@@ -42,7 +42,7 @@ def test_bad_input_of_a_kind_is_refused_in_one_line(
     case.make(tmp_path, place)
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(preemption, "PATIENCE", 2.0)
+    monkeypatch.setattr(preemption, "PATIENCE", 1.0)
     monkeypatch.chdir(place / "directory")
     words, before = [fill(word) for word in case.words], snapshot(place) | snapshot(tmp_path)
     capsys.readouterr()
