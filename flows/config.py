@@ -12,7 +12,6 @@ import json
 import tomllib
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -267,15 +266,17 @@ SWITCHES = {  # optional section -> the flag that adds it: the first alias of it
 }
 
 
-@cache
+_OPTIONS = tuple(
+    (section, name, field)
+    for section, model in SECTIONS.items()
+    for name, field in model.model_fields.items()
+    if section_model(field) is None
+)
+
+
 def list_options() -> tuple[tuple[str, str, FieldInfo], ...]:
     """Return every option as (dotted path of its section, name, field)."""
-    return tuple(
-        (section, name, field)
-        for section, model in SECTIONS.items()
-        for name, field in model.model_fields.items()
-        if section_model(field) is None
-    )
+    return _OPTIONS
 
 
 def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
