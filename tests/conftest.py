@@ -54,10 +54,16 @@ logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 # starts last keeps one worker alone.
 LONG_FILES = (
     "tests/flows/test_bad_inputs.py",
+    "tests/engines/test_megatron_optimizer.py",
     "tests/train/test_adapter_runs.py",
     "tests/rollout/test_stream.py",
-    "tests/flows/test_fork.py",
+    "tests/engines/test_routing_replay.py",
+    "tests/docs/test_snippets.py",
+    "tests/engines/test_shared_tensors.py",
+    "tests/engines/test_megatron_families.py",
+    "tests/engines/test_shapes.py",
     "tests/flows/test_bad_kinds.py",
+    "tests/flows/test_fork.py",
 )
 
 
@@ -150,6 +156,11 @@ def prefect_api(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) ->
     server.stop()
 
 
+def num_event_loops() -> int:
+    """Return the number of event loops that this process has open; a process group of gloo has one."""
+    return sum(os.path.realpath(file).endswith("[eventpoll]") for file in Path("/proc/self/fd").iterdir())
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Megatron process group of one rank: this process."""
@@ -159,7 +170,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from megatron.core.distributed import DistributedDataParallel
 
     gc.freeze()  # Megatron's modules
-    threads = torch.get_num_threads()
+    threads, num_loops = torch.get_num_threads(), num_event_loops()
     init_parallel(0, 1, f"file://{tmp_path_factory.mktemp('world')}/meet")
     yield
     shutdown_parallel()
@@ -170,6 +181,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if type(model) is DistributedDataParallel:
             vars(model).clear()
     gc.collect()
+    assert num_event_loops() < num_loops + 10, "process groups are still open"
 
 
 @pytest.fixture(scope="session")
