@@ -266,12 +266,17 @@ SWITCHES = {  # optional section -> the flag that adds it: the first alias of it
 }
 
 
-def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
-    """Yield every option as (dotted path of its section, name, field)."""
-    for section, model in SECTIONS.items():
-        for name, field in model.model_fields.items():
-            if section_model(field) is None:
-                yield section, name, field
+_OPTIONS = tuple(
+    (section, name, field)
+    for section, model in SECTIONS.items()
+    for name, field in model.model_fields.items()
+    if section_model(field) is None
+)
+
+
+def list_options() -> tuple[tuple[str, str, FieldInfo], ...]:
+    """Return every option as (dotted path of its section, name, field)."""
+    return _OPTIONS
 
 
 def option_value(config: PostTrainConfig, section: str, name: str) -> Any:

@@ -9,7 +9,12 @@ divisible by two.
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +142,21 @@ def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "f
             (GLM-4.5 and later, DeepSeek-V3) also writes a multi-token prediction layer, which transformers
             does not have: its attention and experts are those of the last layer.
     """
+    made = _made() / hashlib.sha256(repr((name, seed, dtype, config_changes)).encode()).hexdigest()
+    if not made.exists():
+        _write_family(made.with_suffix(".making"), name, seed, dtype, config_changes).rename(made)
+    return Path(shutil.copytree(made, directory, dirs_exist_ok=True))
+
+
+@cache
+def _made() -> Path:
+    """Return the directory of the checkpoints that this process has made, from which `make_family` copies."""
+    directory = Path(tempfile.mkdtemp(prefix="penstock-tests-families-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _write_family(path: Path, name: str, seed: int, dtype: str, config_changes: dict[str, Any]) -> Path:
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
@@ -154,7 +174,6 @@ def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "f
         extra = _prediction_layer(model) if fields.get("num_nextn_predict_layers") else {}
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
     _cast(model, getattr(torch, dtype))
-    path = Path(directory)
     model.save_pretrained(path)
     make_tokenizer(config.max_position_embeddings).save_pretrained(path)
     _as_on_the_hub(path / "config.json", model_type)

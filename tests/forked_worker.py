@@ -1,5 +1,5 @@
 """Start the processes of stages/worker_process.py as forks of a test process, which has imported everything: a start
-takes milliseconds instead of a second. tests/rewards/test_grading.py starts them as a run does."""
+takes milliseconds instead of a second. Tests with the fixture `fresh_workers` start them as a run does."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         return kind(command, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(worker_process, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+
+
+@pytest.fixture
+def fresh_workers(forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a module that imports `forked_workers`, a test with this fixture starts its workers as a run does."""
+    monkeypatch.setattr(worker_process, "subprocess", subprocess)

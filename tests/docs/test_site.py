@@ -29,10 +29,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page() -> Iterator[Page]:
     if installed_browser() is None:
         pytest.skip("needs Chromium: apt-get install chromium")
-    with browser(tmp_path_factory.mktemp("browser")) as tab:
+    with browser() as tab:
         tab.call("Network.enable")
         yield tab
 

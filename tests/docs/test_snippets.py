@@ -33,6 +33,7 @@ from penstock.flows.options.help import SHORT
 from penstock.stages.eval.config import EvalConfig
 from penstock.storage.errors import PenstockError
 from tests.engines.real_models import REAL_MODELS
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 PAGES = sorted(
     [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md")]

@@ -142,20 +142,28 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
         gate.forward = forward
 
 
+def replay_and_free(shape: ModelShape, overrides: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """Return the results with random experts, and with those that the routers choose."""
+    engine, packs = make_engine(shape, overrides=overrides), replay_packs()
+    for number, pack in enumerate(packs):
+        pack.routing = random_record(len(pack.token_ids), shape, seed=number)
+    return [forward_backward(engine, packs, routing) for routing in ("replay", None)]
+
+
+@pytest.fixture(scope="module")
+def not_recomputed(world: None, shapes: dict[str, ModelShape]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    return replay_and_free(shapes["deepseek-v3"], {})
+
+
 @pytest.mark.parametrize(
     "options",
     [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}, SELECTIVE | {"recompute_modules": ["moe"]}],
 )
 def test_recomputation_replays_the_same_experts(
-    world: None, shapes: dict[str, ModelShape], options: dict[str, Any]
+    not_recomputed: Any, shapes: dict[str, ModelShape], options: dict[str, Any]
 ) -> None:
-    results = []
-    for overrides in ({}, options):
-        engine, packs = make_engine(shapes["deepseek-v3"], overrides=overrides), replay_packs()
-        for number, pack in enumerate(packs):
-            pack.routing = random_record(len(pack.token_ids), shapes["deepseek-v3"], seed=number)
-        results.append((forward_backward(engine, packs, "replay"), forward_backward(engine, packs)))
-    ((plain, gradients), free), ((recomputed, same_gradients), _) = results
+    (plain, gradients), free = not_recomputed
+    (recomputed, same_gradients), _ = replay_and_free(shapes["deepseek-v3"], options)
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed))
     for name, gradient in gradients.items():
         torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-5, atol=1e-6)

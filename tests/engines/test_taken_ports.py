@@ -35,7 +35,7 @@ async def main():
         await asyncio.start_server(answer, "127.0.0.1", port)
     except OSError as error:
         print("ERROR:   ", error, flush=True)
-    await asyncio.sleep(600)
+    await asyncio.sleep(3600)
 asyncio.run(main())
 """
 
@@ -57,7 +57,9 @@ class LateServer(SGLangServer):
 @pytest.fixture
 def late(tmp_path: Path) -> Iterator[LateServer]:
     """A server that binds when the file `go` exists."""
-    server = LateServer(ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=120))
+    server = LateServer(
+        ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=3600)
+    )  # longer than a test may take
     server.go = tmp_path / "go"
     yield server
     server.stop()
@@ -103,10 +105,8 @@ def test_fixed_port_that_is_freed_in_time_is_used(late: LateServer) -> None:
 
 def test_fixed_port_taken_while_the_model_loads_is_one_error(late: LateServer) -> None:
     with_port(late, port := reserve_free_port())
-    start = time.monotonic()
     with take_port_when_launched(late), pytest.raises(EngineError, match=f"--engine-port {port}"):
         late.start()
-    assert time.monotonic() - start < late.spec.start_timeout / 2, "the start was not cut short"
     assert not late.alive()
 
 

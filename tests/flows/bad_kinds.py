@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from bad_inputs import on
 
 Make = Callable[[Path, Path], object]  # (directory of the case, root) -> writes what the words name
@@ -133,9 +134,7 @@ BILLION_LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 def compressed(suffix: str, data: bytes) -> bytes:
     """Compress data."""
     if suffix == "zst":
-        import zstandard
-
-        return zstandard.ZstdCompressor().compress(data)
+        return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
     return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](data)
 
 
@@ -146,15 +145,29 @@ def bomb(suffix: str) -> bytes:
     return chunk * 40
 
 
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "text": lambda data: ROW,
+    "cut": lambda data: data[: len(data) // 2],
+    "changed": lambda data: data[:40] + bytes(40) + data[80:],
+    "empty": lambda data: b"",
+}
+
+
+def write_damaged(path: Path, damage: Callable[[bytes], bytes]) -> None:
+    """Write a compressed file of rows after a change."""
+    data = os.urandom(4000).hex().encode() + b"\n" + ROW * 50
+    path.write_bytes(damage(compressed(path.suffix[1:], data)))
+
+
 def contents() -> Iterator[Case]:
     """Files with damaged content, or of an absurd size."""
     for suffix in ("gz", "bz2", "xz", "zst"):
-        name, data = f"prompts.jsonl.{suffix}", compressed(suffix, os.urandom(4000).hex().encode() + b"\n" + ROW * 50)
+        name = f"prompts.jsonl.{suffix}"
         row = on("train", "--prompt-data", f"{{case}}/{name}").words
-        yield Case(f"{suffix} text", row, name, write(name, ROW))
-        yield Case(f"{suffix} cut", row, name, write(name, data[: len(data) // 2]))
-        yield Case(f"{suffix} changed", row, name, write(name, data[:40] + bytes(40) + data[80:]))
-        yield Case(f"{suffix} empty", row, name, write(name, b""))
+        for kind, damage in DAMAGES.items():
+            yield Case(
+                f"{suffix} {kind}", row, name, lambda case, root, n=name, damage=damage: write_damaged(case / n, damage)
+            )
     for suffix in ("gz", "xz"):
         name = f"bomb.jsonl.{suffix}"
         row = on("train", "--prompt-data", f"{{case}}/{name}@[-9:]").words

@@ -1,15 +1,19 @@
-"""A headless Chromium for tests, driven by its DevTools protocol through two pipes: no port, no further package."""
+"""A headless Chromium for tests, driven by its DevTools protocol through two pipes: no port, no further package. The
+tests of a process share it; each gets a browser context of its own, without cookies and storage."""
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import wait  # takes any file descriptor, select only those below 1024
 from pathlib import Path
 from typing import Any
@@ -22,21 +26,43 @@ def installed_browser() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-class Page:
-    """One tab. `send` and `receive` are pipe ends; messages end with a zero byte."""
+class Browser:
+    """A process of the browser."""
 
-    def __init__(self, send: int, receive: int) -> None:
-        self._send, self._receive = send, receive
-        self._buffer, self._ids, self._session = b"", itertools.count(1), ""
-        self.events: list[dict[str, Any]] = []  # notifications of the browser that `call` has read
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Page.enable")
+    def __init__(self) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="penstock-tests-chromium-"))
+        to_browser, self._send = os.pipe()
+        self._receive, to_us = os.pipe()
+        self._buffer, self._ids = b"", itertools.count(1)
+        self.events: list[dict[str, Any]] = []  # notifications that `call` has read
+        program = installed_browser()
+        assert program is not None
+        flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--no-proxy-server"]
+        flags += ["--no-sandbox"] if os.getuid() == 0 else []
+        words = [program, *flags, f"--user-data-dir={directory}", "--remote-debugging-pipe", "about:blank"]
+        # The browser reads messages from descriptor 3 and writes to 4. It ends when they are closed.
+        command = ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{to_us}', "chromium", *words]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(to_browser, to_us),
+        )
+        os.close(to_browser)
+        os.close(to_us)
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        def end() -> None:
+            process.kill()
+            process.wait()
+            shutil.rmtree(directory, ignore_errors=True)
+
+        atexit.register(end)
+
+    def call(self, session: str, method: str, params: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
-        session = {"sessionId": self._session} if self._session else {}
-        os.write(self._send, json.dumps({"id": number, "method": method, "params": params, **session}).encode() + b"\0")
+        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        os.write(self._send, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + SECONDS
         while True:
             while b"\0" not in self._buffer:
@@ -51,6 +77,23 @@ class Page:
                 return message["result"]
             if "method" in message:
                 self.events.append(message)
+
+
+shared_browser = cache(Browser)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, process: Browser, context: str) -> None:
+        self._process, self._session = process, ""
+        self.events = process.events = []
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Page.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        return self._process.call(self._session, method, params)
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
@@ -83,27 +126,11 @@ class Page:
 
 
 @contextmanager
-def browser(directory: Path) -> Iterator[Page]:
-    """A fresh browser with one tab; it ends with the block."""
-    to_browser, from_us = os.pipe()
-    from_browser, to_us = os.pipe()
-    program = installed_browser()
-    assert program is not None
-    flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--no-proxy-server"]
-    flags += ["--no-sandbox"] if os.getuid() == 0 else []
-    words = [program, *flags, f"--user-data-dir={directory / 'chromium'}", "--remote-debugging-pipe", "about:blank"]
-    # The browser reads messages from descriptor 3 and writes to 4.
-    command = ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{to_us}', "chromium", *words]
-    with (directory / "chromium.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(to_browser, to_us)
-        )
-    os.close(to_browser)
-    os.close(to_us)
+def browser() -> Iterator[Page]:
+    """A tab of a fresh browser context, which ends with the block."""
+    process = shared_browser()
+    context = process.call("", "Target.createBrowserContext", {})["browserContextId"]
     try:
-        yield Page(from_us, from_browser)
+        yield Page(process, context)
     finally:
-        process.kill()
-        process.wait()
-        os.close(from_us)
-        os.close(from_browser)
+        process.call("", "Target.disposeBrowserContext", {"browserContextId": context})

@@ -1,8 +1,8 @@
-"""Every kind of bad input ends in one line and exit code 2 within a minute, starts nothing and takes no name."""
+"""Every kind of bad input ends in one line and exit code 2, starts nothing and takes no name. If one is
+read without end, the time limit of every test ends it."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from penstock.flows.inspect import read_samples
 from penstock.storage import preemption
 from penstock.storage.samples.sample import Sample
 
-SECONDS = 60.0  # within which a bad input is refused
 CASES, SLOW = all_cases(), {case.id for case in endless()}
 
 
@@ -43,16 +42,15 @@ def test_bad_input_of_a_kind_is_refused_in_one_line(
     case.make(tmp_path, place)
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(preemption, "PATIENCE", 2.0)
+    monkeypatch.setattr(preemption, "PATIENCE", 1.0)
     monkeypatch.chdir(place / "directory")
-    words, before, start = [fill(word) for word in case.words], snapshot(place) | snapshot(tmp_path), time.monotonic()
+    words, before = [fill(word) for word in case.words], snapshot(place) | snapshot(tmp_path)
     capsys.readouterr()
     watch.on = True
     try:
         code = main(words)
     finally:
         watch.on = False
-    assert time.monotonic() - start < SECONDS
     out = capsys.readouterr()
     check_outcome(Bad(case.words, fill(case.culprit)), place, code, out.out, out.err)
     assert "report this bug" not in out.err

@@ -32,7 +32,7 @@ MODEL = ["--hf-checkpoint", "model"]
 
 
 def test_every_flag_sets_one_option_and_every_option_has_a_sentence() -> None:
-    assert len(penstock_flags()) >= len(list(list_options()))
+    assert len(penstock_flags()) >= len(list_options())
     for section, name, field in list_options():
         assert field.description and field.description.rstrip().endswith("."), f"{section}.{name} has no sentence"
 

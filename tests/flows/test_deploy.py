@@ -306,7 +306,7 @@ def test_the_prefect_page_asks_for_the_password_and_works_with_it(
     up: tuple[str, psutil.Process, Path], login: str, tmp_path: Path
 ) -> None:
     root = up[0].removesuffix("/api")
-    with browser(tmp_path) as page:
+    with browser() as page:
         page.open(f"{root}/runs")
         page.wait_for("document.querySelector('input[type=password]') !== null")
         page.type_into("input[type=password]", login)
@@ -318,7 +318,7 @@ def test_the_prefect_page_asks_for_the_password_and_works_with_it(
         headers = "{Authorization: 'Basic ' + localStorage.getItem('prefect-password')}"
         answer = f"fetch('{up[0]}/flow_runs/count', {{method: 'POST', headers: {headers}}})"
         assert page.evaluate(f"{answer}.then(answer => answer.status)") == 200
-    with browser(tmp_path) as page:  # another page of the same browser: no header, and the body is not shown to it
+        # Another page of the same browser sends no header, and the body is not shown to it.
         page.open("data:text/html,<title>elsewhere</title>")
         post = f"fetch('{up[0]}/flow_runs/filter', {{method: 'POST', body: '{{}}'}})"
         assert page.evaluate(f"{post}.then(answer => 'read ' + answer.status, () => 'refused')") == "refused"

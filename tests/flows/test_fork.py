@@ -1,5 +1,6 @@
 """Forks: shared rounds, changed options, kills, and the order of the data."""
 
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,11 +33,26 @@ from penstock.storage.store import Store
 ROUNDS = 5
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose `template` has the run `r`, made in `now`: records hold the path of the data."""
+    place = tmp_path_factory.mktemp("fork")
+    (place / "now").mkdir()
+    store = Store(str(place / "now" / "store"))
+    make_run(store, config_of(store, write_data(place / "now/data.jsonl")), ROUNDS, save=(2, 4), score=(0, 3, 4))
+    (place / "now").rename(place / "template")
+    return place
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = Store(str(tmp_path / "store"))
-    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), ROUNDS, save=(2, 4), score=(0, 3, 4))
-    return store
+def data(made: Path) -> Path:
+    shutil.rmtree(made / "now", ignore_errors=True)
+    return shutil.copytree(made / "template", made / "now") / "data.jsonl"
+
+
+@pytest.fixture
+def store(data: Path) -> Store:
+    return Store(str(data.parent / "store"))
 
 
 def command(store: Store, *words: str) -> int:
@@ -241,12 +257,12 @@ def test_fork_with_another_group_size_derives_batch_sizes_again(store: Store) ->
 
 @pytest.mark.parametrize("words", [["--prompt-data", "NEW"], ["--rollout-seed", "7"]])
 def test_fork_with_other_data_restarts_at_its_first_row_and_continues_prompt_numbers(
-    store: Store, tmp_path: Path, words: list[str]
+    store: Store, data: Path, words: list[str]
 ) -> None:
     """Changed rows are accepted if `--prompt-data` is given, also with the same path."""
     if "NEW" in words:
-        write_data(tmp_path / "data.jsonl", ROWS + 2, "changed")
-    words = [str(tmp_path / "data.jsonl") if word == "NEW" else word for word in words]
+        write_data(data, ROWS + 2, "changed")
+    words = [str(data) if word == "NEW" else word for word in words]
     assert command(store, "r", "--at", "3", "--name", "f", *words) == 0
     keys = go_on(store, "f", ROUNDS + 2)
     parent = read_run_record(store, keys).parent
@@ -266,7 +282,7 @@ def test_fork_with_other_data_restarts_at_its_first_row_and_continues_prompt_num
     assert audit_run(store, go_on(store, "h", ROUNDS)).problems == []
 
 
-def test_fork_of_a_fork_at_its_fork_point_also_restarts_the_data(store: Store, tmp_path: Path) -> None:
+def test_fork_of_a_fork_at_its_fork_point_also_restarts_the_data(store: Store) -> None:
     """Regression test: the data position of round 2 is one in the data of `r`, in its order."""
     assert command(store, "r", "--at", "3", "--name", "f", "--rollout-seed", "7") == 0
     assert command(store, "f", "--at", "3", "--name", "g", "--lr", "2e-6") == 0
@@ -334,8 +350,8 @@ def test_groups_in_the_buffer_are_generated_again_if_the_fork_changes_the_rollou
             assert sample.prompt == "a prompt" and len(sample.token_ids) == (1 if is_generated_again else 3)
 
 
-def test_changed_rows_are_refused_without_prompt_data(store: Store, tmp_path: Path) -> None:
-    write_data(tmp_path / "data.jsonl", ROWS, "changed")
+def test_changed_rows_are_refused_without_prompt_data(store: Store, data: Path) -> None:
+    write_data(data, ROWS, "changed")
     assert command(store, "r", "--at", "3", "--name", "f") == 0
     with pytest.raises(ValueError, match="--prompt-data have changed"):
         go_on(store, "f", 4)

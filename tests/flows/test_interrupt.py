@@ -25,7 +25,11 @@ def start(*words: str, **more: object) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGHUP, "stopped by SIGHUP")],
+    [
+        (signal.SIGINT, "interrupted"),
+        (signal.SIGTERM, "stopped by SIGTERM"),
+        pytest.param(signal.SIGHUP, "stopped by SIGHUP", marks=pytest.mark.full),
+    ],
 )
 def test_signal_ends_a_command_in_one_line_with_its_exit_code(tmp_path: Path, number: int, text: str) -> None:
     ready, plugin = tmp_path / "ready", tmp_path / "slow.py"

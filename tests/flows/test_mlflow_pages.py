@@ -83,8 +83,8 @@ class Tour:
             Path(directory, f"{name}.png").write_bytes(base64.b64decode(data))
 
 
-def test_the_lineage_can_be_followed_from_the_printed_link(link: str, tmp_path: Path) -> None:
-    with browser(tmp_path) as page:
+def test_the_lineage_can_be_followed_from_the_printed_link(link: str) -> None:
+    with browser() as page:
         page.call("Emulation.setDeviceMetricsOverride", width=1100, height=760, deviceScaleFactor=1, mobile=False)
         page.call(
             "Page.addScriptToEvaluateOnNewDocument",

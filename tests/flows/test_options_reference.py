@@ -50,8 +50,8 @@ def attributes_read() -> set[str]:
     """Return the names of all attributes that the program reads, and of hooks that it loads by name."""
     paths = [path for name in ("flows", "stages", "engines", "storage") for path in (ROOT / name).rglob("*.py")]
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "_load_plugin"]
-    hooks = {ast.unparse(call.args[1])[1:-1] for call in calls}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    hooks = {ast.unparse(call.args[1])[1:-1] for call in calls if call.func.id == "_load_plugin"}
     return hooks | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 

@@ -204,7 +204,7 @@ def expect(page: Page, text: str) -> None:
 
 @needs_browser
 @pytest.mark.integration
-def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, tmp_path: Path, terminal: None) -> None:
+def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, terminal: None) -> None:
     from prefect import flow
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -215,9 +215,7 @@ def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, tmp_path: Path
         run = api.create_flow_run(flow(lambda: None, name="a-flow"), name="brave-llama")
     root = prefect.environment["PREFECT_API_URL"].removesuffix("/api")
     link = page_link(f"{root}/flow-runs/flow-run/{run.id}")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    with browser(tmp_path / "a") as page:
+    with browser() as page:
         page.open(link)
         expect(page, "brave-llama")
         assert token_of(link) not in page.evaluate("location.href")
@@ -225,7 +223,7 @@ def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, tmp_path: Path
         page.open("about:blank")
         page.open(link)  # the same browser: still logged in
         expect(page, "brave-llama")
-    with browser(tmp_path / "b") as page:
+    with browser() as page:
         page.open(link)  # another browser: the token is used up
         expect(page, "needs a login")
         save(page, "login")
@@ -243,12 +241,10 @@ def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, tmp_path: Path
 @pytest.mark.parametrize(
     "page_in_link", ["//example.com/x", "/\\\\example.com/x", "@example.com/", "javascript:alert(1)"]
 )
-def test_a_link_does_not_lead_to_another_server(
-    page_in_link: str, prefect: Service, tmp_path: Path, terminal: None
-) -> None:
+def test_a_link_does_not_lead_to_another_server(page_in_link: str, prefect: Service, terminal: None) -> None:
     root = prefect.environment["PREFECT_API_URL"].removesuffix("/api")
     token = token_of(page_link(f"{root}/runs"))
-    with browser(tmp_path) as page:
+    with browser() as page:
         page.open(f"{root}/open#{token}{page_in_link}")
         page.wait_for("document.readyState === 'complete' && location.origin !== 'null'")
         page.wait_for("document.body.innerText !== ''")

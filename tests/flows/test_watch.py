@@ -209,13 +209,13 @@ def test_terminal_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def opened(store: Store, tmp_path: Path) -> Iterator[Page]:
+def opened(store: Store) -> Iterator[Page]:
     """The page of a run that is running, whose newest round has hostile samples, opened by its link."""
     lease = Lease(store, new_driver_lease_key(KEYS))
     record_start(store, KEYS, Start())
     commit_hostile_round(store, 2)
     write_status(store, **running_status())
-    with PageServer(WatchedRuns([store]).respond) as server, browser(tmp_path) as page:
+    with PageServer(WatchedRuns([store]).respond) as server, browser() as page:
         for domain in ("Runtime", "Network", "Log"):
             page.call(f"{domain}.enable")
         page.open(server.link("run=r"))

@@ -23,6 +23,7 @@ from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rollout.text.templates import RenderLimits
 from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.samples.sample import Sample, Status
+from tests.forked_worker import forked_workers, fresh_workers  # noqa: F401 fixtures
 from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
@@ -94,6 +95,7 @@ def test_path_that_does_not_load_raises_plugin_error(file: Path, path: str, part
         load_function(path.format(file.parent))
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_async_rewards_run_concurrently(file: Path) -> None:
     batch = samples(*["abc"] * 32)
     arguments = {"scale": 2, "num_concurrent": len(batch)}  # every call waits for all calls

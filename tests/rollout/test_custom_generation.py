@@ -4,7 +4,6 @@ import asyncio
 import gc
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -291,16 +290,14 @@ def test_blocking_function_fails_only_its_sample(bench: Bench, form: str, monkey
     {form} generate(args, sample, sampling_params, engine):
         {pause}
         if sample.metadata["i"] == 1:
-            time.sleep(60)
+            time.sleep(3600)
         {pause}
         {say}
         return sample
     """
-    start = time.monotonic()
     samples = bench.run(code, n=3, generate_timeout=0.8)
     assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED], samples
     assert ("blocks its event loop" if form == "async def" else "takes more than 0.8 s") in samples[1].metadata["error"]
-    assert time.monotonic() - start < 30, "what blocks takes a minute"
     assert bench.one(CALCULATOR).status is Status.COMPLETED  # nothing is left behind
 
 
@@ -431,7 +428,7 @@ def test_sample_aborted_after_tool_tokens_keeps_prompt(bench: Bench) -> None:
 
 def test_slow_tool_does_not_delay_end_of_round(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin_runner, "GRACE", 0.1)
-    code = "async def generate(args, sample):\n    await asyncio.sleep(600)"
+    code = "async def generate(args, sample):\n    await asyncio.sleep(3600)"
 
     async def stopped() -> Group:
         async with bench.generation(code) as generation:
@@ -440,9 +437,7 @@ def test_slow_tool_does_not_delay_end_of_round(bench: Bench, monkeypatch: pytest
             await generation.abort()
             return await running
 
-    start = time.monotonic()
     assert [sample.status for sample in asyncio.run(stopped())] == [Status.ABORTED] * 2
-    assert time.monotonic() - start < 60, "the tool takes ten minutes"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,7 +73,7 @@ def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
     ("body", "words"),
     [
         ("raise KeyError('x')", "raises KeyError"),
-        ("time.sleep(60)", "takes more than 0.2 s"),
+        ("time.sleep(3600)", "takes more than 0.2 s"),
         ("sample.loss_mask = [1]", "loss_mask has 1 entries"),
         ("sample.rollout_log_probs = [float('nan'), 0.0]", "log-prob"),
         ("sample.metadata['x'] = object()", "metadata"),
@@ -87,10 +86,8 @@ def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
 def test_failing_sample_hook_fails_its_sample(body: str, words: str, tmp_path: Path) -> None:
     one, other = sample(0), sample(1)
     hook = hooks(tmp_path, "sample_hook", f"if sample.metadata['row'] == 1: return\n    {body}", timeout=0.2)
-    start = time.monotonic()
     hook.run_sample_hook(one)
     hook.run_sample_hook(other)
-    assert time.monotonic() - start < 30, "the hook that hangs takes a minute"
     assert one.status is Status.FAILED
     reason = one.metadata.pop("error")
     assert words in reason and "sample_hook of " in reason and "my_hooks.py" in reason and "\n" not in reason
@@ -116,7 +113,7 @@ def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) ->
     ("body", "words"),
     [
         ("raise RuntimeError('no')", "raises RuntimeError: no"),
-        ("time.sleep(60)", "takes more than 0.2 s"),
+        ("time.sleep(3600)", "takes more than 0.2 s"),
         ("return [True, False]", "returned list"),
         ("groups[0].pop()", "remove_sample"),
         ("groups.clear()", "remove_sample"),
@@ -280,7 +277,7 @@ def test_filter_cannot_change_samples(tmp_path: Path) -> None:
         ("return [True]", "returned"),
         ("raise KeyError('x')", "raises KeyError"),
         ("raise SystemExit(1)", "raises SystemExit"),
-        ("time.sleep(60)", "takes more than 0.2 s"),
+        ("time.sleep(3600)", "takes more than 0.2 s"),
     ],
 )
 def test_failing_filter_raises_with_its_name(body: str, words: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,10 +164,8 @@ def test_stop_request_without_grace_period_journals_and_raises_preempted(bench: 
     bench.config = bench.config.model_copy(update={"rollout_journal_interval": 60.0})
     stop = StopRequest()
     threading.Timer(0.2, stop.request, args=(0.0,)).start()
-    start = time.monotonic()
     with pytest.raises(Preempted, match="10 of 16 samples"):
-        bench.round(0, client=Breaking, wait=60.0, stop=stop)
-    assert time.monotonic() - start < 30, "the samples that hang take a minute"
+        bench.round(0, client=Breaking, wait=3600.0, stop=stop)  # longer than a test may take
     bench.round(0)
     assert len(bench.clients[-1].requests) == 3 and ids_of(bench) == WHOLE
 

@@ -20,6 +20,7 @@ from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.prompts.spool import STRIDE, SpooledRows
+from tests.forked_worker import forked_workers, fresh_workers  # noqa: F401 fixtures
 
 
 def rows_of(entry: Path | str, **options: Any) -> list[bytes]:
@@ -129,6 +130,7 @@ def test_first_invalid_row_is_reported_by_any_worker(
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_dead_worker_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 100)
     path = write_jsonl(tmp_path / "rows.jsonl", some_rows(50))
@@ -155,6 +157,7 @@ def test_any_fsspec_file_system_works(tmp_path: Path) -> None:
             rows_of(entry)
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_checks_report_row_numbers_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 100)
     rows: list[dict[str, Any]] = [{"input": "text"} for _ in range(30)]

@@ -27,6 +27,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts import prompt_files
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.storage.errors import DataError, RewardError
+from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 Rows = list[dict[str, Any]]
 

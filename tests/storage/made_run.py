@@ -39,21 +39,21 @@ def make_run(
         commit_files(store, "models/abc", {"weights": b"base"}, kind="model", policy_version=0)
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
         store.create(f"{keys.prefix}/base.json", base.model_dump_json().encode())
-    done = len(store.committed_indices(f"{keys.prefix}/steps"))
+    done, identity = len(store.committed_indices(f"{keys.prefix}/steps")), config_hash(derive(config))
     for version in range(done, rounds + 1):
         if version in save:
             save_one(store, keys, version)
         if version in score:
             score_one(store, keys, config, version, reward=float(version))
         if version < rounds:
-            roll_one(store, keys, config, version)
+            roll_one(store, keys, config, version, identity)
             step = Commit(kind="step", run=keys.run, index=version, policy_version=version + 1)
             step.inputs = {"rollout": commit_key(keys.rollout_prefix(version))}
             store.commit(keys.step_prefix(version), step)
     return keys
 
 
-def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int) -> Commit:
+def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int, identity: str) -> Commit:
     state = read_resume_point(store, keys, rollout_id).state
     parent = read_run_record(store, keys).parent
     source = PromptSource.open(config.rollout)
@@ -62,7 +62,7 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     prompts, after = source.take(source.restore(state), config.rollout.rollout_batch_size)
     samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt, reward=0.25)
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
-    fields |= {"config_hash": config_hash(derive(config)), "summary": {"rollout/raw_reward": 0.25}}
+    fields |= {"config_hash": identity, "summary": {"rollout/raw_reward": 0.25}}
     fields["inputs"] = {"prompt_data/0": config.rollout.prompt_data[0]}
     shown = [{"sample": samples[0].sample_id, "reward": 0.25, "prompt": "a prompt", "response": "a response"}]
     state = {"data_source": after.model_dump(mode="json"), "shown": shown}

@@ -67,7 +67,7 @@ def test_an_unfinished_round_and_appended_data_are_no_problem(made, tmp_path: Pa
     store, keys, config = made
     write_data(tmp_path / "data.jsonl", ROWS + 4)
     make_run(store, config, ROUNDS + 3)
-    roll_one(store, keys, config, ROUNDS + 3)
+    roll_one(store, keys, config, ROUNDS + 3, "")
     assert audit_run(store, keys).problems == []
 
 

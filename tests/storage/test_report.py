@@ -318,7 +318,7 @@ def opened(page_text: str, tmp_path: Path) -> Iterator[Page]:
     """The report, opened from a file in a browser."""
     path = tmp_path / "r.html"
     path.write_text(page_text, encoding="utf-8")
-    with browser(tmp_path) as page:
+    with browser() as page:
         for domain in ("Runtime", "Network", "Log"):
             page.call(f"{domain}.enable")
         page.open(path.as_uri())

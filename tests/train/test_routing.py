@@ -1,6 +1,5 @@
 """Routing replay: from the shards' bytes to the record of a micro-batch, and rounds of training with it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,6 @@ from tests.families import make_family
 MIXTURE = SHAPE.model_copy(
     update={"experts": Experts(num_experts=6, top_k=2, ffn_hidden_size=8, num_dense_layers=2)}
 )  # 4 layers
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[None]:
-    """This process is the only rank."""
-    from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
-
-    threads = torch.get_num_threads()
-    init_parallel(0, 1, f"file://{tmp_path}/meet")
-    yield
-    shutdown_parallel()
-    torch.set_num_threads(threads)
 
 
 def samples(lengths: list[int]) -> list[Sample]:
