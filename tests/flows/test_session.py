@@ -78,7 +78,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     world.config = parse_config(["--run", "r", "--store", world.store.root, "--num-rollout", "2"])
     for module, name, value in (
         (sessions, "plan_of", lambda flow, config: resolve(flow, config, world.store)),
-        (sessions, "preflight", lambda plan: None),
+        (sessions, "preflight", lambda plan, own_lease: None),
         (sessions, "config_warnings", lambda plan: []),
         (sessions, "flow_run", flow_run),
         (sessions, "RunTracking", lambda *_: world.tracking),
