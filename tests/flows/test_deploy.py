@@ -17,9 +17,10 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,39 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def test_invalid_deployment_is_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
         deploy.main(words)
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "is_covered"),
+    [
+        ("Running", "", True),  # the trigger waits for it first
+        ("Crashed", "no heartbeat for 180 s", True),
+        ("Failed", "EngineError: engine 1 died", True),
+        ("Failed", f"rounds 1 to 2; --lr is\nmissing {NO_RETRY}; the next start resumes after 2 rounds", False),
+    ],
+)
+def test_retry_automation_excludes_failures_that_are_not_retried(
+    state: str, message: str, is_covered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.server.events.schemas.automations import EventTrigger
+    from prefect.server.events.schemas.events import ReceivedEvent
+
+    made: list[Any] = []
+    monkeypatch.setattr(deploy, "replace_automation", lambda name, automation: made.append(automation))
+    deployment = uuid.uuid4()
+    deploy.set_retry_automation("sft/n", deployment, 2)
+    trigger = EventTrigger.model_validate(made[0].trigger.model_dump())
+    labels = {"prefect.resource.id": f"prefect.flow-run.{uuid.uuid4()}", "prefect.state-message": message}
+    related = {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
+    event = ReceivedEvent(
+        id=uuid.uuid4(),
+        occurred=datetime.now(UTC),
+        event=f"prefect.flow-run.{state}",
+        resource=labels,
+        related=[related],
+    )
+    assert trigger.covers(event) == is_covered
+    assert trigger.expects(event.event) == (state != "Running")
 
 
 # ---- a server, a worker and a deployment -----------------------------------------------------------------------------
