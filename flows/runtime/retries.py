@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from uuid import UUID
 
-from prefect import State, get_run_logger
+from prefect import State, flow_engine, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -29,6 +29,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 
@@ -45,6 +46,11 @@ RETRIES = "PENSTOCK_RETRIES"  # variable of flow runs that the automation has st
 TAG = "retry:"  # begins the tag of such a flow run
 NO_RETRY = "(no retry)"  # in the message of a failed state: the automation does not run the deployment again
 POLL = 2.0  # seconds
+
+# Prefect (3.8) kills a flow run that cannot renew the concurrency slot of its deployment, for instance after an outage
+# of the server, or a pause of the machine, of a few minutes. The slot only delays the next start: the run's lease
+# decides who drives the run. So a failed renewal is only logged.
+flow_engine.maintain_concurrency_lease = lambda lease, seconds, **_: maintain_concurrency_lease(lease, seconds)  # type: ignore[assignment,misc]
 
 
 class AlreadyDone(Exception):

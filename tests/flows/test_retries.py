@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect import flow_engine
+from prefect.concurrency import _leases
 from run_records import run_json
 
 from penstock.flows.config import validate_config
@@ -126,6 +129,20 @@ def test_final_state_of_a_deployed_flow_has_prefects_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(retries, "deployment", SimpleNamespace(id=None))
     with pytest.raises(OptionError):
         end(OptionError("--lr is missing"))
+
+
+def test_run_continues_if_the_slot_of_its_deployment_cannot_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise ConnectionError("410 Gone")
+
+    monkeypatch.setattr(_leases, "_lease_renewal_loop", fail)
+    with flow_engine.maintain_concurrency_lease(uuid.uuid4(), 300, raise_on_lease_renewal_failure=True):
+        assert failed.wait(60)
+        for _ in range(50):  # an exception that Prefect injects arrives between two instructions
+            time.sleep(0.01)
 
 
 # ---- one driver ------------------------------------------------------------------------------------------------------
