@@ -50,7 +50,7 @@ POLL = 2.0  # seconds
 # Prefect (3.8) kills a flow run that cannot renew the concurrency slot of its deployment, for instance after an outage
 # of the server, or a pause of the machine, of a few minutes. The slot only delays the next start: the run's lease
 # decides who drives the run. So a failed renewal is only logged.
-flow_engine.maintain_concurrency_lease = lambda lease, seconds, **_: maintain_concurrency_lease(lease, seconds)  # type: ignore[assignment,misc]
+flow_engine.maintain_concurrency_lease = lambda lease, seconds, **_: maintain_concurrency_lease(lease, seconds)
 
 
 class AlreadyDone(Exception):
