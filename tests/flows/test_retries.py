@@ -204,7 +204,7 @@ def test_command_that_starts_while_a_retry_takes_the_lease_is_refused_or_first(
     def lease_after_a_command(*args: Any) -> Lease:
         if not seen:
             seen.append("command")
-            command = lease_class(*args[:1], new_driver_lease_key(KEYS))
+            command = lease_class(store, new_driver_lease_key(KEYS))
             threading.Timer(0.2, command.release).start()
         return lease_class(*args)
 
