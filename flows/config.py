@@ -104,7 +104,7 @@ class PostTrainConfig(StageConfig):
 
     @property
     def engine_facts(self) -> EngineFacts:
-        """Return what the inference engine's own flags (such as --sglang-speculative-algorithm) say about it."""
+        """Return what the inference engine's own flags (such as --ENGINE-speculative-algorithm) say about it."""
         return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
 
     @property

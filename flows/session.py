@@ -27,7 +27,8 @@ from penstock.flows.runtime.prefect_api import OWN_SERVER
 from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
-from penstock.flows.runtime.runs import ActiveRun, completion_of, drive_run, missing_fork_checkpoint
+from penstock.flows.runtime.retries import driving
+from penstock.flows.runtime.runs import ActiveRun, completion_of, missing_fork_checkpoint, open_active_run
 from penstock.flows.runtime.signals import describe_cleanup, patience_after, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.stages.rewards.grading import Grader
@@ -215,28 +216,30 @@ class Session:
 def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
     """Check a config, and yield the session that executes its run. The processes that the session has started are
     stopped at the end of the block."""
-    plan = plan_of(flow, config)
-    if plan is not config:  # otherwise the command has made this plan and checked it
-        preflight(plan)
     stop = StopRequest()
     try:
-        with drive_run(plan) as run, stop_signals.session(stop, run.config.run.grace_period):
-            with Observers() as observers:
-                session = _open(run, observers, stop)
+        with driving(config.run) as lease:
+            plan = plan_of(flow, config)
+            if plan is not config:  # otherwise the command has made this plan and checked it
+                preflight(plan, own_lease=lease.key)
+            run = open_active_run(plan, lease)
+            with stop_signals.session(stop, run.config.run.grace_period):
+                with Observers() as observers:
+                    session = _open(run, observers, stop)
+                    try:
+                        yield session
+                    except BaseException as error:
+                        session.end(error)
+                        raise
+                    session.end(None)
+                if any(delivery.num_waiting() for delivery in session.tracking.deliveries):
+                    return  # records for trackers are not delivered yet: the next start must run to deliver them
                 try:
-                    yield session
-                except BaseException as error:
-                    session.end(error)
-                    raise
-                session.end(None)
-            if any(delivery.num_waiting() for delivery in session.tracking.deliveries):
-                return  # records for trackers are not delivered yet: the next start must run to deliver them
-            try:
-                record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
-            except (StoreError, OSError) as error:
-                session.display.note(
-                    f"the store has no record that the run is complete ({error}); the next start checks its stages"
-                )
+                    record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
+                except (StoreError, OSError) as error:
+                    session.display.note(
+                        f"the store has no record that the run is complete ({error}); the next start checks its stages"
+                    )
     except Preempted as error:
         raise TerminationSignal(signal.SIGTERM) from error  # Prefect marks the flow run as crashed or cancelled
 

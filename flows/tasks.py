@@ -487,13 +487,11 @@ def promote(session: Session, version: int) -> None:
 
 def publish_results(session: Session) -> State[None]:
     """Tell the observers the results of the whole run, including rounds before a resume. Return the final state of the
-    Prefect flow run, which is named after the newest reward; its message says what this flow run has done."""
+    flow run, whose message says what this start has done."""
     session.wait_for_checkpoint()
     commits = read_commits(session.run.store, session.run.keys)
     session.observers.tell(Observer.on_results, commits)
-    ends = sorted(commits, key=lambda commit: (commit.kind == "step", commit.kind == "rollout", commit.created_at))
-    names = [name for commit in reversed(ends) if (name := session.display.result(commit))]
-    return Completed(name=(names or ["Completed"])[0], message=describe_progress(commits, session.run.started_at))
+    return Completed(message=describe_progress(commits, session.run.started_at))
 
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:

@@ -2,10 +2,11 @@
 committed.
 
 A lease is a small object that its holder renews. It ends when the holder releases it, when the holder's process is
-known to be dead (on the same machine), or when it was not renewed for TTL seconds. If the holder runs on this machine,
-the time is taken from the machine's boot-time clock, which changes of the wall clock do not affect; otherwise from the
-store's clock. The lease of a writer is `attempt-<id>.lease`, next to its attempt; that of a driver is
-`runs/<run>/drivers/<id>.lease`.
+known to be dead (on the same machine), or when it was not renewed for TTL seconds. A driver's lease on this machine
+does not expire while the process lives: after a pause of the whole laptop it is renewed up to a minute late. If the
+holder runs on this machine, the time is taken from the machine's boot-time clock, which changes of the wall clock do
+not affect; otherwise from the store's clock. The lease of a writer is `attempt-<id>.lease`, next to its attempt; that
+of a driver is `runs/<run>/drivers/<id>.lease`.
 
 A lease does not protect a writer that was suspended for longer than TTL. Therefore writer and `gc` both try to create
 `attempt-<id>.claim`, and only one of them succeeds: the writer with the content SEALED right before it commits, `gc`
@@ -90,21 +91,31 @@ def new_driver_lease_key(keys: RunKeys) -> str:
     return f"{keys.prefix}/drivers/{uuid.uuid4().hex[:12]}.lease"
 
 
-def describe_live_drivers(store: FileStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
-    """Return a description of every running driver of a run (process id, host, last lease renewal), except the driver
-    that holds the lease with the key `own_lease`."""
+def describe_live_drivers(
+    store: FileStore, keys: RunKeys, *, own_lease: str | None = None, is_here: bool = False
+) -> list[str]:
+    """Return a description (`describe_lease_holder`) of every running driver of a run, except the holder of the
+    lease with the key `own_lease`. With `is_here`, only of processes on this machine, which certainly live."""
     directory = f"{keys.prefix}/drivers"
     leases = [f"{directory}/{name}" for name in store.list(directory) if name.endswith(".lease")]
     others = [lease for lease in leases if lease != own_lease]
     if not others:
         return []
     now = store_time(store)
-    return [driver for lease in others if (driver := describe_lease_holder(store, lease, now))]
+    drivers = (describe_lease_holder(store, lease, now, of_driver=True, is_here=is_here) for lease in others)
+    return [driver for driver in drivers if driver]
 
 
-def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
+def describe_lease_holder(
+    store: FileStore, key: str, now: float, *, of_driver: bool = False, is_here: bool = False
+) -> str | None:
     """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended
-    at `now` by the store's clock (`store_time`)."""
+    at `now` by the store's clock (`store_time`).
+
+    Args:
+        of_driver: the lease of a process on this machine does not expire while the process lives.
+        is_here: return None unless the process lives on this machine.
+    """
     modified, data = store.modified(key), store.read(key)
     if modified is None or data is None:
         return None
@@ -117,11 +128,12 @@ def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
     age = now - modified
     if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:
         age = time.clock_gettime(_CLOCK) - process["renewed"]
-    # A negative age means that the store's clock was set back; a live holder would have renewed the lease since then.
-    if abs(age) > TTL:
-        return None
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
     if is_local and process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
+        return None
+    # The age is negative if the store's clock was set back: a live holder would have renewed the lease since.
+    is_expired = abs(age) > TTL and not (is_local and of_driver)
+    if is_expired or (is_here and not is_local):
         return None
     renewed = f"lease renewed {max(0.0, age):.0f} s ago"
     return f"process {process.get('pid', '?')} on {process.get('host', '?')} ({renewed})"

@@ -266,7 +266,7 @@ def engine_prefixes() -> tuple[str, ...]:
 
 def name_engine_option(flag: str) -> tuple[str, str]:
     """Return what a flag of an engine or of its router sets: a dict option of section `rollout`, and the key in it.
-    For example `--sglang-log-level` sets `log_level` in `engine_options`."""
+    For example `--ENGINE-log-level` sets `log_level` in `engine_options`."""
     program, _, key = flag.removeprefix("--").replace("-", "_").partition("_")
     return ("router" if program == "router" else "engine_options"), key
 

@@ -78,7 +78,7 @@ SHORT: dict[str, ShortHelp] = {
 }
 
 _PROGRAMS = (
-    "Flags of Megatron-core are accepted unchanged, flags of an engine with its name as prefix (--sglang-NAME), flags "
+    "Flags of Megatron-core are accepted unchanged, flags of an engine with its name as prefix (--ENGINE-NAME), flags "
     "of its router as --router-NAME."
 )
 _RESUME = (

@@ -97,7 +97,7 @@ def check_nested_values(name: str, value: Any, depth: int) -> None:
 
 def describe_nested_flag(name: str, key: Any) -> str:
     """Return how the entry `key` of the dict option `name` is written on the command line, for error messages: as
-    `--sglang-KEY` for an engine's or router's option, else as `--name KEY`."""
+    `--ENGINE-KEY` for an engine's or router's option, else as `--name KEY`."""
     key = short_repr(str(key))[1:-1]
     dashed = key.replace("_", "-")
     return f"{name}-{dashed}" if name.removeprefix("--") in ("router", *BACKENDS) else f"{name} {key}"

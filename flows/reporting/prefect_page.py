@@ -133,6 +133,8 @@ class PrefectPage(Observer):
         self._ends = threading.Event()
         context = contextvars.copy_context()  # contains the address of Prefect's API
         self._thread = threading.Thread(target=context.run, args=(self._rewrite,), name="prefect-page", daemon=True)
+        self._flow_run = UUID(flow_run.id)  # the thread has no flow-run context
+        self._name = run.keys.run  # of the flow run, without the result
         self._id: UUID | None = None  # id of the artifact; None before it is created
         # "retry 1 of 3, " if Prefect started this flow run after a crash (penstock deploy --retries)
         self._retry = ""
@@ -151,18 +153,18 @@ class PrefectPage(Observer):
         if config.train.loss_type == "policy_loss":
             tags.append(f"algorithm:{config.train.advantage_estimator}")
         logging.getLogger("prefect.task_runs").addFilter(is_worth_a_line)
-        committed, flow_run_id = read_committed(run.store, run.keys), UUID(flow_run.id)
+        committed = read_committed(run.store, run.keys)
         self.display.add_earlier([record.commit for record in committed])
         self._commits = {record.key: record.commit.model_copy(update={"state": {}}) for record in committed}
         try:
             with get_client(sync_client=True) as client:
                 # Task runs are not tagged, because Prefect would call the server for each of their tags.
-                existing = client.read_flow_run(flow_run_id).tags
-                name = f"{run.keys.run} #{len(list_starts(run.store, run.keys)) + 1}"
-                client.update_flow_run(flow_run_id, name=name, tags=sorted({*existing, *tags}))
+                existing = client.read_flow_run(self._flow_run).tags
+                self._name = f"{run.keys.run} #{len(list_starts(run.store, run.keys)) + 1}"
+                client.update_flow_run(self._flow_run, name=self._name, tags=sorted({*existing, *tags}))
                 retry = next((tag.removeprefix(TAG) for tag in existing if tag.startswith(TAG)), "")
                 self._retry = f"retry {retry.replace('/', ' of ')}, " if retry else ""
-            crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
+            crash_runs_of_killed_drivers(run.store, run.keys, self._flow_run, own_lease=run.lease_key)
         except HTTPError as error:
             self.display.note(
                 f"a request to Prefect failed ({type(error).__name__}): this flow run may lack its tags, and killed "
@@ -188,7 +190,8 @@ class PrefectPage(Observer):
             self._publish(self._retry + describe_progress(list(self._commits.values()), self.run.started_at))
 
     def _publish(self, progress: str) -> None:
-        """Create the artifact with the description `progress`, or replace its content and description."""
+        """Create the artifact with the description `progress`, or replace its content and description. Add the newest
+        result of this start to the flow run's name."""
         run, page, commits = self.run, self.tracking.deliveries[0].page, list(self._commits.values())
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": run.store.uri}
         if self.report.written:
@@ -202,7 +205,11 @@ class PrefectPage(Observer):
                 key = f"run-{re.sub('[^a-z0-9]+', '-', run.keys.run.lower()).strip('-')}"
                 self._id = create_markdown_artifact(markdown, key=key, description=progress)  # type: ignore[assignment]
                 return
+            new = [commit for commit in commits if commit.created_at >= run.started_at]
+            new.sort(key=lambda commit: (commit.kind == "step", commit.kind == "rollout", commit.created_at))
+            result = next(filter(None, map(self.display.result, reversed(new))), "")
             with get_client(sync_client=True) as client:
+                client.update_flow_run(self._flow_run, name=f"{self._name}, {result}" if result else self._name)
                 client.update_artifact(self._id, ArtifactUpdate(data=markdown, description=progress))
         except HTTPError as error:
             self.display.note(f"the results could not be written to the Prefect page ({type(error).__name__}: {error})")

@@ -75,8 +75,9 @@ def plan_of(flow: str, config: PostTrainConfig) -> Plan:
     return resolve(flow, config, open_store(config.run, probe=False))
 
 
-def preflight(config: Plan) -> None:
-    """Check a plan. Raises InputError, or StoreError if the store cannot be read or written."""
+def preflight(config: Plan, *, own_lease: str | None = None) -> None:
+    """Check a plan. Raises InputError, or StoreError if the store cannot be read or written. `own_lease`: of the run's
+    driver, if this process holds it."""
     flow = config.flow
     if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
         flag = "--load" if config.convert.load else "--ref-load"
@@ -94,7 +95,7 @@ def preflight(config: Plan) -> None:
     if not flow.has_run and config.convert.convert_save and not config.convert.convert_load:
         return  # the result is not written to the store
     if flow.has_run:
-        check_run_record(config)
+        check_run_record(config, own_lease)
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
     if flow.generates and not config.run.debug_train_only:
@@ -167,11 +168,11 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
         )
 
 
-def check_run_record(config: Plan) -> None:
+def check_run_record(config: Plan, own_lease: str | None) -> None:
     """Check that this plan may start a new run, or continue the existing run of its name."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
     try:
-        check_run_may_start(store, config)
+        check_run_may_start(store, config, own_lease=own_lease)
         if config.flow.has_rollouts:
             check_committed_rollouts(store, config)
         if config.debug.load_debug_rollout_data:

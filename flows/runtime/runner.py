@@ -19,7 +19,7 @@ from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.processes import ray_starting
 from penstock.flows.runtime.resolve import is_complete
-from penstock.flows.runtime.runs import logs_of_run, open_store
+from penstock.flows.runtime.runs import check_not_driven, logs_of_run, open_store
 from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.panel import end_wait, show_wait
 from penstock.storage.commit import RunKeys
@@ -35,11 +35,13 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
     try:
         wait("checking options, model and data", only_on_terminal=True)
         plan = plan_of(name, config)
-        if plan.flow.has_run and is_complete(open_store(plan.run, probe=False), plan):
-            end_wait()
-            run = config.run.run
-            print(f"run {run} is complete, nothing is left to do; `penstock show {run}` prints it")
-            return 0
+        if plan.flow.has_run:
+            store, run = open_store(plan.run, probe=False), config.run.run
+            if is_complete(store, plan):
+                end_wait()
+                print(f"run {run} is complete, nothing is left to do; `penstock show {run}` prints it")
+                return 0
+            check_not_driven(store, RunKeys(run))
         preflight(plan)  # before the import of Prefect, which takes seconds
         if config.run.ray_address is not None:
             with translate_ray_errors(config.run.ray_address):

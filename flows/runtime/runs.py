@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -391,7 +391,7 @@ def code_version() -> str:
 
 
 class ActiveRun:
-    """The run that this process drives: its store, its record, its commits. `drive_run` makes one.
+    """The run that this process drives: its store, its record, its commits. `open_active_run` makes one.
 
     Attributes:
         record: run.json; None before the run is opened.
@@ -499,14 +499,43 @@ class ActiveRun:
         record_end(self.store, self.keys, self.start, outcome, joules, reason)
 
 
+def check_not_driven(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> None:
+    """Check that no process of this machine drives the run, except the holder of `own_lease`. The lease of another
+    machine is no reason to refuse a command: the machine may be lost."""
+    if drivers := describe_live_drivers(store, keys, own_lease=own_lease, is_here=True):
+        raise RunError(f"run {keys.run!r} is driven by {drivers[0]}: wait until that process ends, or stop it")
+
+
 @contextmanager
-def drive_run(plan: Plan) -> Iterator[ActiveRun]:
-    """Hold the lease that marks this process as the run's driver during the block. Creates or checks the run's record
-    (`open_run`)."""
+def driver_lease(store: Store, keys: RunKeys, wait: Callable[[str], None] | None = None) -> Iterator[Lease]:
+    """Hold the lease that marks this process as the run's driver during the block.
+
+    A process looks for others after its own lease is visible, so of two that start together at least one sees the
+    other, and releases its lease.
+
+    Args:
+        wait: called with the description of another driver, as long as there is one; it waits a random time. Without
+            it, RunError is raised if another process of this machine drives the run.
+    """
+    while True:
+        while wait is not None and (others := describe_live_drivers(store, keys)):
+            wait(others[0])
+        lease = Lease(store, new_driver_lease_key(keys))
+        try:
+            if wait is None:
+                check_not_driven(store, keys, own_lease=lease.key)
+            if wait is None or not (others := describe_live_drivers(store, keys, own_lease=lease.key)):
+                yield lease
+                return
+        finally:
+            lease.release()
+            if store.list(keys.prefix) == ["drivers"]:  # a refused start does not take the run's name
+                store.remove_empty_directories(keys.prefix)
+        wait(others[0])
+
+
+def open_active_run(plan: Plan, lease: Lease) -> ActiveRun:
+    """Return the run of a plan, of which this process is the driver (`driver_lease`). Creates or checks the run's
+    record (`open_run`)."""
     store = open_store(plan.run)
-    lease = Lease(store, new_driver_lease_key(keys_of_run(plan.run.run)))
-    try:
-        keys = open_run(store, plan, lease=lease)
-        yield ActiveRun(store, keys, plan.flow, plan, lease.key)
-    finally:
-        lease.release()
+    return ActiveRun(store, open_run(store, plan, lease=lease), plan.flow, plan, lease.key)

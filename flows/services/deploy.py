@@ -36,7 +36,7 @@ from penstock.flows.options.argv import parse_integer, split_args
 from penstock.flows.options.flags import did_you_mean, parse_values
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.preflight import plan_of, preflight
-from penstock.flows.runtime.retries import RETRIES
+from penstock.flows.runtime.retries import NO_RETRY, RETRIES
 from penstock.storage.errors import OptionError
 
 POOL = "penstock"  # the default work pool, served by the worker of `penstock up`
@@ -227,7 +227,7 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
     """
     trigger = EventTrigger(
         after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.*"},  # heartbeats and states, which are named by results, for instance "reward 0.725"
+        expect={"prefect.flow-run.*"},  # heartbeats and states
         match={"prefect.resource.id": ["prefect.flow-run.*"]},
         # Only our flows: those of other packages on the same server may send heartbeats less often.
         match_related={"prefect.resource.role": "flow", "prefect.resource.name": [*flow_names(), "replay"]},
@@ -249,7 +249,7 @@ def set_retry_automation(title: str, deployment_id: UUID, retries: int) -> None:
     trigger = EventTrigger(
         after={"prefect.flow-run.Running"},  # each flow run fires once, also if its state is set again
         expect={"prefect.flow-run.Crashed", "prefect.flow-run.Failed"},
-        match={"prefect.resource.id": ["prefect.flow-run.*"]},
+        match={"prefect.resource.id": ["prefect.flow-run.*"], "prefect.state-message": [f"!*{NO_RETRY}*"]},
         match_related={
             "prefect.resource.role": "deployment",
             "prefect.resource.id": f"prefect.deployment.{deployment_id}",

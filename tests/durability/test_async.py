@@ -97,7 +97,7 @@ def check_prefect_pages(world: World, num_starts: int) -> None:
     for run in killed:
         assert run["state_name"] == "Crashed" and last["id"] in run["state"]["message"], run["state"]
     assert last["state_type"] == "COMPLETED" and f"to {SHORT - 1}" in last["state"]["message"], last["state"]
-    assert last["state_name"].startswith("reward ")
+    assert last["state_name"] == "Completed" and ", reward " in last["name"]
     for run in (*killed, last):
         tasks = world.ask_prefect("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
         assert {task["state_type"] for task in tasks} <= {"COMPLETED", "CRASHED", "FAILED"}

@@ -17,9 +17,10 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,16 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId, FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import StateType
 
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.prefect_api import LAUNCHER
+from penstock.flows.runtime.retries import NO_RETRY
 from penstock.flows.services import deploy
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
 from penstock.storage.failpoints import VARIABLE
+from penstock.storage.history.run_record import read_starts
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
 
@@ -69,6 +73,39 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def test_invalid_deployment_is_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
         deploy.main(words)
+
+
+@pytest.mark.parametrize(
+    ("state", "message", "is_covered"),
+    [
+        ("Running", "", True),  # the trigger waits for it first
+        ("Crashed", "no heartbeat for 180 s", True),
+        ("Failed", "EngineError: engine 1 died", True),
+        ("Failed", f"rounds 1 to 2; --lr is\nmissing {NO_RETRY}; the next start resumes after 2 rounds", False),
+    ],
+)
+def test_retry_automation_excludes_failures_that_are_not_retried(
+    state: str, message: str, is_covered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.server.events.schemas.automations import EventTrigger
+    from prefect.server.events.schemas.events import ReceivedEvent
+
+    made: list[Any] = []
+    monkeypatch.setattr(deploy, "replace_automation", lambda name, automation: made.append(automation))
+    deployment = uuid.uuid4()
+    deploy.set_retry_automation("sft/n", deployment, 2)
+    trigger = EventTrigger.model_validate(made[0].trigger.model_dump())
+    labels = {"prefect.resource.id": f"prefect.flow-run.{uuid.uuid4()}", "prefect.state-message": message}
+    related = {"prefect.resource.id": f"prefect.deployment.{deployment}", "prefect.resource.role": "deployment"}
+    event = ReceivedEvent(
+        id=uuid.uuid4(),
+        occurred=datetime.now(UTC),
+        event=f"prefect.flow-run.{state}",
+        resource=labels,
+        related=[related],
+    )
+    assert trigger.covers(event) == is_covered
+    assert trigger.expects(event.event) == (state != "Running")
 
 
 # ---- a server, a worker and a deployment -----------------------------------------------------------------------------
@@ -423,11 +460,15 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     )  # one more target than run.json's; the killed start added none
 
 
+def all_flow_runs_of(client: SyncPrefectClient, title: str) -> list[Any]:
+    """The flow runs of a deployment, the oldest first."""
+    deployment = DeploymentFilter(id=DeploymentFilterId(any_=[client.read_deployment_by_name(title).id]))
+    return client.read_flow_runs(deployment_filter=deployment, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+
+
 def flow_runs_of(client: SyncPrefectClient, title: str) -> list[Any]:
     """The flow runs of a deployment that have started, the oldest first."""
-    deployment = DeploymentFilter(id=DeploymentFilterId(any_=[client.read_deployment_by_name(title).id]))
-    runs = client.read_flow_runs(deployment_filter=deployment, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
-    return [run for run in runs if run.start_time is not None]
+    return [run for run in all_flow_runs_of(client, title) if run.start_time is not None]
 
 
 def kill_flow_run_at(point: str, up: tuple[str, psutil.Process, Path]) -> None:
@@ -464,6 +505,7 @@ def test_killed_flow_run_is_run_again_at_three_stages(
 
     runs = flow_runs_of(client, "train/killed")
     assert [run.state_name for run in runs] == ["Crashed", "Crashed", "Crashed", "Completed"]
+    assert re.fullmatch(r"k #4, reward [\d.]+", runs[3].name)
     tags = [[tag for tag in run.tags if tag.startswith("retry:")] for run in runs]
     assert tags == [[], ["retry:1/3"], ["retry:2/3"], ["retry:3/3"]]
     assert "next start resumes after 2 rounds" in runs[2].state.message
@@ -476,7 +518,7 @@ def test_killed_flow_run_is_run_again_at_three_stages(
         flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
         for task_run in client.read_task_runs(flow_run_filter=flow_run):
             is_new = not (task_run.state.message or "").startswith("committed before")
-            if task_run.name.startswith("train-") and task_run.state_name == "Completed" and is_new:
+            if task_run.name.startswith("train-") and task_run.state_type == StateType.COMPLETED and is_new:
                 trained[task_run.name] += 1
     assert trained == {f"train-{r:06d}": 1 for r in range(3)}, "no round was trained twice"
 
@@ -499,18 +541,101 @@ def test_same_kill_twice_and_invalid_input_end_the_retries(
     fire(client, "sft/stuck")
     kill_flow_run_at("train-mid-step", up)
     kill_flow_run_at("train-mid-step", up)
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][2:] == ["NotRetried"], up[2])
-    assert "(killed) without a new commit" in flow_runs_of(client, "sft/stuck")[2].state.message
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][2:] == ["Failed"], up[2])
+    message = flow_runs_of(client, "sft/stuck")[2].state.message
+    assert "(killed) without a new commit" in message and NO_RETRY in message
 
     (tmp_path / "data.jsonl").unlink()
     fire(client, "sft/stuck")
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][3:] == ["Invalid"], up[2])
-    assert "data.jsonl" in flow_runs_of(client, "sft/stuck")[3].state.message
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][3:] == ["Failed"], up[2])
+    message = flow_runs_of(client, "sft/stuck")[3].state.message
+    assert "data.jsonl" in message and NO_RETRY in message
+    time.sleep(deploy.RETRY_DELAY.total_seconds())  # a retry would be scheduled by now, although it was not started
+    assert len(all_flow_runs_of(client, "sft/stuck")) == 4
     [automation] = client.read_automations_by_name("penstock: sft/stuck is run again after a crash")
     add_rows(tmp_path / "data.jsonl", 0, 16)
     penstock_deploy(up[2], tmp_path, words[:3] + words[5:])
     assert client.read_automations_by_name(automation.name) == []
     assert len(flow_runs_of(client, "sft/stuck")) == 4
+
+
+SILENCE = timedelta(seconds=45)  # more than one heartbeat of a flow run, which Prefect sends every 30 s
+
+
+def paused_or_lost(
+    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], model: Path, folder: Path, name: str
+) -> list[psutil.Process]:
+    """Start a deployment with retries that trains two rounds, and stop it in the first one. Return the processes of
+    its worker and flow run, the worker first. The page says after SILENCE that a silent flow run has crashed."""
+    deploy.ensure_zombie_automation(up[0], after=SILENCE, name="soon, for tests of pauses")
+    add_rows(folder / "data.jsonl", 0, 32)
+    words = (
+        f"sft --name {name} --retries 2 --run {name} --store store --num-rollout-per-start 2 --hf-checkpoint {model} "
+        "--prompt-data data.jsonl --input-key messages --rollout-batch-size 8 --n-samples-per-prompt 1 --lr 1e-3"
+    ).split()
+    penstock_deploy(up[2], folder, words)
+    fire(client, f"sft/{name}")
+    faults = up[2].parent / "faults"
+    (faults / "train-mid-step").touch()
+    until((faults / "train-mid-step.reached").exists, up[2])
+    worker = next(child for child in up[1].children() if "worker" in child.cmdline())
+    return [worker, *worker.children(recursive=True)]
+
+
+def states_and_rounds(client: SyncPrefectClient, folder: Path, name: str) -> tuple[list[str], list[int]]:
+    """The states of the flow runs of a deployment, and the rounds that its run has trained, which must be whole."""
+    store, keys = Store(str(folder / "store")), RunKeys(name)
+    assert audit_run(store, keys).problems == []
+    rounds = store.committed_indices(f"{keys.prefix}/steps")
+    return [run.state_name for run in flow_runs_of(client, f"sft/{name}")], rounds
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.parametrize("pauses_server", [False, True])
+def test_paused_flow_run_continues_and_its_retry_adds_no_rounds(
+    client: SyncPrefectClient,
+    up: tuple[str, psutil.Process, Path],
+    tiny_model: Path,
+    tmp_path: Path,
+    pauses_server: bool,
+) -> None:
+    name = f"paused-{pauses_server}"
+    family = paused_or_lost(client, up, tiny_model, tmp_path, name)
+    server = next(child for child in up[1].children() if str(LAUNCHER) in child.cmdline())
+    paused = [*([up[1], server] if pauses_server else []), *family]
+    for process in paused:
+        process.suspend()
+    (up[2].parent / "faults" / "train-mid-step.reached").unlink()  # it continues there
+    if pauses_server:
+        time.sleep(SILENCE.total_seconds() + 5)
+    else:
+        until(lambda: flow_runs_of(client, f"sft/{name}")[0].state_name == "Crashed", up[2])
+    for process in paused:
+        process.resume()
+    until(lambda: [run.state_type for run in flow_runs_of(client, f"sft/{name}")][-1] == StateType.COMPLETED, up[2])
+    store, keys = Store(str(tmp_path / "store")), RunKeys(name)
+    until(lambda: read_starts(store, keys)[-1][1], up[2])
+    states, rounds = states_and_rounds(client, tmp_path, name)
+    assert rounds == [0, 1] and states[-1] == "Completed"
+    [(_, end)] = read_starts(store, keys)
+    assert end is not None and end.outcome == "FINISHED", "only the paused process has driven the run"
+    if not pauses_server:
+        assert len(states) == 2 and "continued after a pause" in flow_runs_of(client, f"sft/{name}")[1].state.message
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_lost_worker_is_replaced_and_its_flow_run_is_run_again(
+    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    for process in paused_or_lost(client, up, tiny_model, tmp_path, "lost"):
+        process.kill()
+    (up[2].parent / "faults" / "train-mid-step.reached").unlink()
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/lost")][1:] == ["Completed"], up[2])
+    assert states_and_rounds(client, tmp_path, "lost") == (["Crashed", "Completed"], [0, 1])
+    crashed, retry = flow_runs_of(client, "sft/lost")
+    assert "next start resumes" in crashed.state.message and "retry:1/2" in retry.tags
 
 
 def statuses_in_mlflow(log: Path) -> list[str]:

@@ -1,18 +1,33 @@
 """Which start of `penstock deploy --retries` continues: test_deploy.py kills real ones."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from prefect import flow_engine
+from prefect.concurrency import _leases
 from run_records import run_json
 
 from penstock.flows.config import validate_config
 from penstock.flows.runtime import retries
-from penstock.flows.runtime.retries import refuse_retry, wait_for_other_drivers
+from penstock.flows.runtime.retries import NO_RETRY, AlreadyDone, check_retry, driving, retried
+from penstock.flows.runtime.runs import driver_lease
+from penstock.storage import leases
 from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.run_record import Start, record_end, record_start
-from penstock.storage.leases import Lease, new_driver_lease_key
+from penstock.storage.leases import Lease, describe_live_drivers, new_driver_lease_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -36,19 +51,27 @@ def commit(store: Store, r: int, at: float) -> None:
     store.commit(KEYS.step_prefix(r), Commit(kind="step", index=r, policy_version=r + 1, created_at=at))
 
 
+def refusal(store: Store, number: int, allowed: int, *, began: float = 0.0, has_waited: bool = False) -> str:
+    try:
+        check_retry(store, KEYS, number, allowed, began=began, has_waited=has_waited)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
 def test_retries_in_a_row_are_limited(store: Store) -> None:
-    assert refuse_retry(store, KEYS, 3, 3, has_waited=False) == ""
-    assert "after 3 retries (--retries 3)" in refuse_retry(store, KEYS, 4, 3, has_waited=False)
+    assert refusal(store, 3, 3) == ""
+    assert "after 3 retries (--retries 3)" in refusal(store, 4, 3)
 
 
 def test_two_kills_with_a_commit_between_are_retried(store: Store) -> None:
     start(store, 100.0)
-    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == "", "one kill"
+    assert refusal(store, 1, 9) == "", "one kill"
     commit(store, 0, 150.0)
     start(store, 200.0)
-    assert "(killed) without a new commit" in refuse_retry(store, KEYS, 2, 9, has_waited=False)
+    assert "(killed) without a new commit" in refusal(store, 2, 9)
     commit(store, 1, 250.0)
-    assert refuse_retry(store, KEYS, 2, 9, has_waited=False) == ""
+    assert refusal(store, 2, 9) == ""
 
 
 @pytest.mark.parametrize(
@@ -64,36 +87,172 @@ def test_same_failure_twice_without_a_commit_ends_the_retries(
 ) -> None:
     start(store, 100.0, "FAILED", first)
     start(store, 200.0, "FAILED", second)
-    assert (second in refuse_retry(store, KEYS, 2, 9, has_waited=False)) == is_refused
+    assert (second in refusal(store, 2, 9)) == is_refused
 
 
 def test_a_failure_after_a_kill_or_a_normal_end_is_retried(store: Store) -> None:
     start(store, 100.0)
     start(store, 200.0, "FAILED", "StoreError: full")
-    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == ""
+    assert refusal(store, 1, 9) == ""
     start(store, 300.0, "FINISHED")
     start(store, 400.0, "FINISHED")
-    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == ""
+    assert refusal(store, 1, 9, began=500.0) == "", "the crashed start, at 500, has not recorded itself"
+
+
+def test_retry_of_a_start_that_was_completed_meanwhile_does_not_begin_another_one(store: Store) -> None:
+    start(store, 100.0)
+    start(store, 200.0, "FINISHED")
+    with pytest.raises(AlreadyDone):
+        check_retry(store, KEYS, 4, 3, began=100.0, has_waited=False)
 
 
 def test_run_that_was_resumed_and_stopped_by_its_user_is_not_retried(store: Store) -> None:
     start(store, 100.0)
     start(store, 200.0, "STOPPED")
-    assert refuse_retry(store, KEYS, 1, 9, has_waited=False) == ""
-    assert "stopped on request" in refuse_retry(store, KEYS, 1, 9, has_waited=True)
+    assert refusal(store, 1, 9) == ""
+    assert "stopped on request" in refusal(store, 1, 9, has_waited=True)
 
 
-def test_start_waits_for_the_lease_of_another_driver(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_state_of_a_deployed_flow_has_prefects_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "deployment", SimpleNamespace(id="x"))
+
+    def end(error: Exception) -> Any:
+        @retried
+        def flow(config: Any) -> Any:
+            raise error
+
+        state = flow(None)  # type: ignore[arg-type]
+        return state.name, state.message
+
+    assert end(OptionError("--lr is missing")) == ("Failed", f"--lr is missing {NO_RETRY}")
+    assert end(AlreadyDone("done")) == ("Completed", "done")
+    monkeypatch.setattr(retries, "deployment", SimpleNamespace(id=None))
+    with pytest.raises(OptionError):
+        end(OptionError("--lr is missing"))
+
+
+def test_run_continues_if_the_slot_of_its_deployment_cannot_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise ConnectionError("410 Gone")
+
+    monkeypatch.setattr(_leases, "_lease_renewal_loop", fail)
+    with flow_engine.maintain_concurrency_lease(uuid.uuid4(), 300, raise_on_lease_renewal_failure=True):
+        assert failed.wait(60)
+        for _ in range(50):  # an exception that Prefect injects arrives between two instructions
+            time.sleep(0.01)
+
+
+# ---- one driver ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The log of starts of a deployment in this process, which look often for other drivers."""
     lines: list[str] = []
-
-    class Log:
-        def warning(self, text: str, *args: object) -> None:
-            lines.append(text % args)
-            threading.Timer(0.05, lease.release).start()
-
-    monkeypatch.setattr(retries, "get_run_logger", Log)
+    log = SimpleNamespace(warning=lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(retries, "get_run_logger", lambda: log)
+    monkeypatch.setattr(retries, "deployment", SimpleNamespace(id="x"))
     monkeypatch.setattr(retries, "POLL", 0.01)
-    lease = Lease(store, new_driver_lease_key(KEYS))
-    assert wait_for_other_drivers(store, KEYS) and not wait_for_other_drivers(store, KEYS)
+    return lines
+
+
+def run_config(store: Store) -> Any:
+    return validate_config({"run": {"run": KEYS.run, "store": store.root}}).run
+
+
+def test_start_waits_for_the_lease_of_another_driver(store: Store, lines: list[str]) -> None:
+    other = Lease(store, new_driver_lease_key(KEYS))
+    threading.Timer(0.2, other.release).start()
+    with driving(run_config(store)) as lease:
+        assert not store.exists(other.key) and store.exists(lease.key)
     [line] = lines
     assert f"run r is driven by process {os.getpid()} on" in line
+
+
+def test_of_starts_that_wait_together_one_at_a_time_drives_the_run(store: Store, lines: list[str]) -> None:
+    """Regression test: a retry and a resume by hand both saw the end of the driver, and both started engines."""
+    other, drivers, together = Lease(store, new_driver_lease_key(KEYS)), list[int](), list[int]()
+
+    def drive(number: int) -> None:
+        with driving(run_config(store)):
+            drivers.append(number)
+            time.sleep(0.1)  # another one would begin meanwhile
+            together.append(len(drivers))
+            drivers.remove(number)
+
+    threads = [threading.Thread(target=drive, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert not drivers
+    other.release()
+    for thread in threads:
+        thread.join(60)
+    assert together == [1, 1, 1, 1]
+
+
+def test_command_that_starts_while_a_retry_takes_the_lease_is_refused_or_first(
+    store: Store, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command takes its lease between the retry's look and the retry's lease."""
+    seen: list[str] = []
+    lease_class = Lease
+
+    def lease_after_a_command(*args: Any) -> Lease:
+        if not seen:
+            seen.append("command")
+            command = lease_class(store, new_driver_lease_key(KEYS))
+            threading.Timer(0.2, command.release).start()
+        return lease_class(*args)
+
+    monkeypatch.setattr("penstock.flows.runtime.runs.Lease", lease_after_a_command)
+    with driving(run_config(store)) as lease:
+        assert describe_live_drivers(store, KEYS, own_lease=lease.key) == []
+        with pytest.raises(RunError, match=f"driven by process {os.getpid()}"), driver_lease(store, KEYS):
+            pass
+    assert len(lines) == 1
+
+
+def test_refused_start_does_not_take_the_name_of_a_run(tmp_path: Path, lines: list[str]) -> None:
+    store = Store(str(tmp_path / "new"))
+    with pytest.raises(OptionError), driving(run_config(store)):
+        raise OptionError("invalid")
+    assert store.list("runs") == []
+
+
+@contextmanager
+def driver_process(store: Store) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lease of the run's driver."""
+    program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
+    program += "; Lease(Store(sys.argv[1]), sys.argv[2]); print('ready', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, store.root, new_driver_lease_key(KEYS)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_driver_that_was_paused_for_longer_than_its_lease_still_drives_the_run(store: Store) -> None:
+    with driver_process(store) as process:
+        process.send_signal(signal.SIGSTOP)
+        [key] = [f"{KEYS.prefix}/drivers/{name}" for name in store.list(f"{KEYS.prefix}/drivers")]
+        lease = json.loads(store.read(key) or b"")
+        late = {"renewed": lease["renewed"] - leases.TTL - 1}
+        store.replace(key, json.dumps(lease | late).encode())
+        assert len(describe_live_drivers(store, KEYS)) == 1
+        with pytest.raises(RunError, match=f"driven by process {process.pid}"), driver_lease(store, KEYS):
+            pass
+        store.replace(key, json.dumps(lease | late | {"host": "other"}).encode())
+        assert describe_live_drivers(store, KEYS) == [], "not known to live"
+        store.replace(key, json.dumps(lease | {"host": "other"}).encode())
+        assert len(describe_live_drivers(store, KEYS)) == 1
+        with driver_lease(store, KEYS):
+            pass  # a command does not wait for a machine that may be lost
+        store.replace(key, json.dumps(lease).encode())
+    assert describe_live_drivers(store, KEYS) == []
