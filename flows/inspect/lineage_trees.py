@@ -15,8 +15,7 @@ from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import wide_console
-from penstock.flows.terminal.lines import model_title
-from penstock.storage.commit import eval_rewards
+from penstock.storage.commit import eval_rewards, model_title
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.shards import read_samples
