@@ -150,8 +150,9 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
 
 
 def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) -> None:
-    """Raise OptionError if the pipeline stages would have different optimizers, because with these frozen parameters
-    some stages have trained parameters of a kind (of experts, others) that other stages do not have."""
+    """Raise OptionError if, because of the `frozen` parameters, a pipeline stage could lack an optimizer that other
+    stages have. Megatron has one optimizer for the experts and one for all other parameters; a stage in which all
+    parameters of one of them are frozen lacks that optimizer."""
     if num_stages == 1 or not frozen:
         return
     names = [name for name in tensor_layout(shape).megatron_names() if not name.endswith("router.expert_bias")]

@@ -326,7 +326,8 @@ def number_sequence(arguments: list[str]) -> str | None:
 
 
 def compute(formula: str) -> str | None:
-    """Return the value of a formula of integers with + - * / and parentheses, or None."""
+    """Return the value of a formula of integers, the binary operators + - * / (division rounds down) and parentheses;
+    None if the formula contains anything else or divides by zero."""
     operators: dict[type[ast.operator], Callable[[int, int], int]]
     operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 

@@ -115,11 +115,12 @@ class ExportFile:
 
 
 class ExportPlan:
-    """The plan of a Hugging Face export. A context manager: it keeps the files of copied tensors open.
+    """The plan of a Hugging Face export. A context manager: it keeps the safetensors files open from which it copies
+    the tensors that Megatron's model does not have (multi-token prediction).
 
     Args:
-        meta: Megatron parameter name -> full tensor on the meta device, which has its shape and dtype.
-        origin: model of the parameters, and options of the export.
+        meta: Megatron parameter name -> tensor on the meta device with the shape and dtype of the full parameter.
+        origin: the model that the parameters belong to, and the options of the export.
         shard_bytes: maximum size of a safetensors file in bytes.
     """
 

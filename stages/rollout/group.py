@@ -237,8 +237,8 @@ class EngineCalls:
 
     @property
     def address(self) -> tuple[str | None, int | None]:
-        """Return host and port of the router, or of an engine in a run without one. User-defined functions may send
-        requests there."""
+        """Return host and port of the router, or of a live engine if no router runs; (None, None) if neither runs.
+        User-defined functions may send requests there."""
         url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
         return url.hostname, url.port
 

@@ -331,7 +331,8 @@ def _contains(node: Node, *operations: str) -> bool:
 
 
 def _values_at_test_points(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
-    """Yield (value of `left`, value of `right`) at up to _NUM_POINTS points, skipping points where one is undefined."""
+    """Yield (value of `left`, value of `right`) at each test point, except points at which `left` or `right` is
+    undefined. `names` are the variables of both expressions; without variables there is only one point."""
     both = ("both", left, right)
     numbers = range(_NUM_POINTS if names else 1)
     if names and _contains(both, "floor", "ceil", "!!"):

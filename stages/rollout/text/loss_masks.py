@@ -252,7 +252,10 @@ class _Conversation:
     def _render_or_raise(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str:
         text = self._render(messages, prompt=prompt, mark=mark)
         if isinstance(text, TemplateError):
-            raise _cannot_locate_error(f"rendering a part of the conversation fails: {str(text)[:100]}")
+            raise _cannot_locate_error(
+                "the chat template fails on a shortened copy of the conversation, or on one with random strings in its "
+                f"texts: {str(text)[:100]}"
+            )
         return text
 
 
