@@ -41,7 +41,8 @@ def test_energy_of_a_start_counts_from_its_beginning(tmp_path: Path, monkeypatch
     counters[:] = [1010.0, 2020.0, 3040.0]
     assert processes.used_joules() is None  # a start that failed before it had GPUs
     processes._cluster = SimpleNamespace(alive=lambda: True, driver_node=lambda: "n")  # type: ignore[assignment]
-    processes.pools["rollout"] = SimpleNamespace(gpus=lambda: [("n", "1"), ("n", "2")])  # type: ignore[assignment]
+    replica = SimpleNamespace(gpus=lambda: [("n", "1"), ("n", "2")])
+    processes.pools["rollout"] = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
     assert processes.used_joules() == 60.0  # no stage has read the counters
 
 

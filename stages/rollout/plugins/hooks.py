@@ -113,11 +113,11 @@ def run_log_function(
 
 def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin | None:
     """Load the log function of rollouts or evaluations, if `config` names it. Raises PluginError."""
+    shared = ("rollout_id", "args")
     if is_eval:
-        option, parameters = "custom_eval_rollout_log_function_path", ["data", "extra_metrics"]
-    else:
-        option, parameters = "custom_rollout_log_function_path", ["samples", "rollout_extra_metrics", "rollout_time"]
-    return _load_plugin(config, option, "rollout_id", "args", *parameters)
+        return _load_plugin(config, "custom_eval_rollout_log_function_path", *shared, "data", "extra_metrics")
+    own = ("samples", "rollout_extra_metrics", "rollout_time")
+    return _load_plugin(config, "custom_rollout_log_function_path", *shared, *own)
 
 
 def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin | None:
