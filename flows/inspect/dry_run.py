@@ -51,6 +51,7 @@ from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.terminal.console import print_table
 from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.prompt_files import parse_slice
+from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.storage.commit import RunKeys
 from penstock.storage.config import entries_of, field_meta
 from penstock.storage.errors import InputError, OptionError, StoreError
@@ -74,6 +75,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
     """Check a config for the flow `name`, print the plan of the run, and return 0. A config that the flow itself would
     refuse raises the same error here."""
     flow, missing = Flow(name), list(missing_files(config))
+    lacks_files = bool(missing)
     try:
         check_trackers(config.run)
         check_secrets(config)
@@ -101,7 +103,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
     with collected_warnings() as warnings:
         if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
             shape = check_model(flow, config)
-        if not missing and shape is not None:
+        if not lacks_files and shape is not None:
             check_algorithm(config, shape)
             tokenizer, tried = check_data(flow, config, shape)
             examples = list(example_rows(flow, config, tokenizer, tried))
@@ -116,7 +118,8 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
         print(f"warning: {warning}")
     absent = [f"{flag} {text}" + (" does not exist here" if flag.startswith("--") else "") for flag, text in missing]
     if absent:
-        print(f"not ready here: {'; '.join(absent)}; everything else was checked")
+        unchecked = "prompts, reward and algorithm are checked when these files exist"
+        print(f"not ready here: {'; '.join(absent)}; {unchecked if lacks_files else 'everything else was checked'}")
     else:
         place = "" if visible_gpu_bytes() or config.run.ray_address else ", on the CPU: this machine has no GPU"
         print(f"ready: the same command without --dry-run starts the run{place}")
@@ -147,6 +150,10 @@ def example_rows(
             return
         name, path = config.eval.data_sets[0]
         rollout = rollout.model_copy(update=config.eval.rollout_overrides(path, name))
+    if flow.trains and config.run.num_rollout and not (rollout.data_source_path or rollout.prompt_data_weights):
+        num_rows = len(PromptSource.open(rollout))
+        passes = config.run.num_rollout * rollout.rollout_batch_size / num_rows
+        yield "passes", f"{passes:.3g} over the {num_rows:,} rows of --prompt-data"
     if flow.has_demonstrations:
         pieces = split_first_conversation(rollout, tokenizer)
         marked = [f"«{_shorten(text)}»" if is_trained else _shorten(text) for text, is_trained in pieces]

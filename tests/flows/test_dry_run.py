@@ -173,7 +173,7 @@ ALL |= {"rollout-max-response-len": "16"}
     ("changed", "last"),
     [
         ({}, "ready: the same command without --dry-run starts the run"),
-        ({"prompt-data": "absent.jsonl"}, "not ready here: --prompt-data absent.jsonl does not exist here; "),
+        ({"prompt-data": "absent.jsonl"}, "not ready here: --prompt-data absent.jsonl does not exist here; prompts"),
         ({"hf-checkpoint": "/absent"}, "not ready here: --hf-checkpoint /absent (weights) does not exist"),
         ({"custom-rm-path": "mine.py:f", "rm-type": "none"}, "not ready here: --custom-rm-path mine.py does not exist"),
         ({"use-wandb": "true", "wandb-key": "env:ABSENT"}, "not ready here: the trackers: "),
@@ -195,6 +195,21 @@ def test_last_line_says_whether_the_run_is_ready(
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith(last)
     assert "per GPU" not in out, "no table of GPUs on a machine without one"
+    assert ("passes   " in out) == ("does not exist" not in last)
+
+
+def test_rows_are_checked_although_a_key_of_a_tracker_is_missing(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "1+1="}\n')
+    changed = {"hf-checkpoint": tiny_model, "prompt-data": tmp_path / "data.jsonl", "use-wandb": "true"}
+    words = [
+        str(word)
+        for flag, value in (ALL | changed | {"wandb-key": "env:ABSENT"}).items()
+        for word in (f"--{flag}", value)
+    ]
+    assert main(["train", *words, "--dry-run"]) == 2
+    assert "data.jsonl:1 has no column 'input'; it has 'question'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
