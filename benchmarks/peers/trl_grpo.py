@@ -33,8 +33,8 @@ DIFFERENCES = [
     "held-out answers come from transformers' generate; not deterministic",
 ]
 VLLM_DIFFERENCES = [
-    "old log-probs are computed by the trainer, and the difference to those of vLLM is corrected, as by default",
-    "vLLM keeps its weights and cache during the update (no sleep mode), as by default",
+    "old log-probs are computed by a forward pass to correct for the difference to those of vLLM, as by default",
+    "without --engine-sleep vLLM keeps its weights and cache during the update, as by default",
 ]
 EVAL_BATCH = 128
 Grade = Callable[[str, str], dict[str, float]]
@@ -49,6 +49,7 @@ def main() -> int:
     )
     parser.add_argument("--prompt-tokens", type=int, default=512, help="longest prompt")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--engine-sleep", action="store_true", help="free vLLM's weights and cache during the update")
     options = parse_options(parser)
     settings, start = read_settings(options), time.time()
     config = make_config(options, settings)
@@ -93,6 +94,7 @@ def given_settings(options: Any, settings: Settings) -> dict[str, Any]:
             "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": options.engine_memory,
             "vllm_max_model_length": options.prompt_tokens + settings.response_tokens,
+            "vllm_enable_sleep_mode": options.engine_sleep,
         }
     if settings.fixed_length:
         ignore_end = {"ignore_eos": True} if options.engine == "vllm" else {"min_new_tokens": settings.response_tokens}

@@ -25,7 +25,7 @@ from report import parse_options
 DIFFERENCES = [
     "order of the prompts and random numbers",
     "fp32 weights under FSDP with bf16 computation; Penstock: bf16 weights with an fp32 copy in the optimizer",
-    "old log-probs are computed by the trainer, as by default; Penstock uses those of the engine",
+    "old log-probs are computed by a forward pass, as by default; with one update a round Penstock needs none",
     "ratios above 3 with negative advantage are clipped as well (clip_ratio_c)",
     "the engine's weights and cache are freed during the update (free_cache_engine), as by default",
     "held-out answers come from vLLM; not deterministic",
