@@ -14,7 +14,7 @@ import tomllib
 from argparse import Namespace
 from pathlib import Path
 
-from peers import GpuMemory, Round, Settings, held_out_tasks, make_peer_parser, read_settings, report
+from peers import TASKS, GpuMemory, Round, Settings, held_out_tasks, make_peer_parser, read_settings, report
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -96,8 +96,7 @@ def describe_rounds(store: Store, keys: RunKeys, number: int) -> list[Round]:
         rollout, step = read_commit(store, keys.rollout_prefix(r)), read_commit(store, keys.step_prefix(r))
         if r:
             parts = round_seconds(store, keys, r, published)
-            evaluated = [store.committed(keys.eval_prefix(r, task)) for task in ("sums", "sorting")]
-            total = parts["round"] - sum(sum(commit.seconds.values()) for commit in evaluated if commit is not None)
+            total = parts["round"] - evaluation_seconds(store, keys, r)
         else:
             parts = {"generation": rollout.seconds["generate"], "training": step.seconds["update"], "publish": 0.0}
             total = sum(rollout.seconds.values()) + sum(step.seconds.values())
@@ -105,6 +104,13 @@ def describe_rounds(store: Store, keys: RunKeys, number: int) -> list[Round]:
         summary = rollout.summary
         rounds.append(Round(seconds, total, summary["rollout/raw_reward"], summary["rollout/response_len/mean"]))
     return rounds
+
+
+def evaluation_seconds(store: Store, keys: RunKeys, version: int) -> float:
+    """Return the seconds from the start of a policy version's first evaluation to the end of its last one."""
+    commits = [store.committed(keys.eval_prefix(version, task)) for task in TASKS]
+    spans = [(commit.created_at - sum(commit.seconds.values()), commit.created_at) for commit in commits if commit]
+    return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
 
 
 def held_out(store: Store, keys: RunKeys, task: str, rounds: int) -> dict[int, dict[str, float]]:
