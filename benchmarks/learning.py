@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from penstock.flows.commands.demo import RECIPES, make_model_and_data
+from penstock.flows.commands.demo import make_model_and_data
+from penstock.flows.config import RECIPES
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import aiohttp
 
-from penstock.flows.commands.demo import RECIPES
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import PostTrainConfig, read_toml, validate_config
+from penstock.flows.config import RECIPES, PostTrainConfig, read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.commit import RunKeys

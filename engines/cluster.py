@@ -292,6 +292,7 @@ def import_ray_with_settings(*, is_local: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
         os.environ.setdefault("RAY_enable_metrics_collection", "0")  # other users could read the port of the metrics
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves trainer and engines on a busy machine
         if "RAY_AUTH_MODE" not in os.environ:
             # Other users of this machine can connect to Ray's loopback ports: a random token keeps them out.
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -75,8 +75,8 @@ set up
 
 `penstock train --dry-run` (also sft, eval, resume) checks a run and prints its plan; it starts nothing.
 `penstock COMMAND --help` explains a command, `penstock train --help WORD` finds the options about something, and
-`penstock train --help-all` lists all. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
-lines, and the traceback of an error."""
+`penstock train --help-all` lists all. `--config FILE.toml` reads them from a file, `--config demo-grpo` from the
+bundled recipe of this name; --verbose shows Prefect's log lines, and the traceback of an error."""
 
 _OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # if one of these cannot be imported, Penstock has a bug
 # Errors of the operating system that are the user's to solve, even if they name no file.

@@ -36,6 +36,7 @@ from penstock.storage.secret_references import contains_hidden_secret, hide_lite
 from penstock.storage.secrets import has_credentials
 
 GROUP_SIZE = 8  # default of --n-samples-per-prompt with a group-relative estimator
+RECIPES = Path(__file__).parents[1] / "recipes"  # penstock/recipes, in a checkout a link to configs/recipes
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
 
 
@@ -409,6 +410,16 @@ def secret_fields() -> list[tuple[str, str]]:
     return [(section, name) for section, name, field in list_options() if field_meta(field).secret]
 
 
+def recipe_names() -> list[str]:
+    """Return the names of the bundled recipes, which `--config` accepts instead of a path."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def find_config_file(name: str) -> str:
+    """Return the path of a bundled recipe if `name` is its name and no file has this name, else `name`, a path."""
+    return str(RECIPES / f"{name}.toml") if name in recipe_names() and not Path(name).is_file() else name
+
+
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     """Return section -> option -> value of a TOML file. Raises OptionError if it is not a config file."""
     text = read_config_text(path)
@@ -431,7 +442,8 @@ def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML
     try:
         return read_file(path, MAX_CONFIG_BYTES).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
-        raise OptionError(f"config file {path} does not exist: give {flag} a {kind} file") from None
+        recipes = f" or the name of a bundled recipe ({', '.join(recipe_names())})" if flag == "--config" else ""
+        raise OptionError(f"config file {path} does not exist: give {flag} a {kind} file{recipes}") from None
     except UnicodeDecodeError as error:
         raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give {flag} a {kind} file") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.flows.commands.demo import RECIPES, export_directory, make_demo_data, recipe_config
+from penstock.flows.commands.demo import export_directory, make_demo_data, recipe_config
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
@@ -84,7 +84,7 @@ def train(engines: str, model: Path, gpu: int, options: Any) -> dict[str, Any]:
     start = directory / "bf16" if engines == "bf16" else make_fp8_copy(model, directory)
     if engines == "bf16" and not start.exists():
         start.symlink_to(model)
-    words = ["--config", str(RECIPES / "demo-grpo.toml"), "--run", run, "--store", str(directory / run)]
+    words = ["--config", "demo-grpo", "--run", run, "--store", str(directory / run)]
     words += ["--hf-checkpoint", str(start), "--ref-load", str(model), "--num-rollout", str(options.rounds)]
     words += ["--prompt-data", str(directory / "data/train.jsonl"), "--eval-interval", "10"]
     words += ["--eval-prompt-data", "heldout", str(directory / "data/heldout.jsonl")]

@@ -25,10 +25,9 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-import penstock
 from penstock.engines.backends import engine_backend
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-from penstock.flows.config import PostTrainConfig, read_toml, validate_config
+from penstock.flows.config import RECIPES, PostTrainConfig, read_toml, validate_config
 from penstock.flows.options.argv import activate_command, penstock_command
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
@@ -55,7 +54,6 @@ DIRECTORY = "penstock-demo"
 NUM_ROUNDS = 60  # GRPO rounds, as in demo-grpo.toml
 MARKER = ".penstock-demo"  # name of a file that marks a directory created by the demo
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
-RECIPES = Path(penstock.__file__).parent / "recipes"
 SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on correct and on partly wrong answers; batch size
 
 MEANING = """What the reward curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy

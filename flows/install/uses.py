@@ -87,9 +87,8 @@ def check_demo(targets: Targets) -> Use:
 
 def check_one_gpu(targets: Targets) -> Use:
     """Check the driver, the packages for CUDA and the shared memory for a run on a GPU of this machine."""
-    recipe = "configs/recipes/1gpu.toml"
     data = "--hf-checkpoint MODEL_DIR --prompt-data FILE.jsonl"
-    use = Use("one GPU", f"{penstock_command()} train --config {recipe} --run first {data}")
+    use = Use("one GPU", f"{penstock_command()} train --config 1gpu --run first {data}")
     cuda, shared, (library, found) = has_cuda(), shared_memory(), platform.libc_ver()
     use.lacks += missing_packages("cuda") if cuda else []
     use.needs(cuda, "nvidia-smi lists no GPU", "install NVIDIA's driver; in a container: docker run --gpus all")

@@ -20,6 +20,7 @@ from penstock.flows.config import (
     SWITCHES,
     PostTrainConfig,
     create_section,
+    find_config_file,
     list_options,
     read_config_text,
     read_toml,
@@ -79,9 +80,9 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     occurrences = split_flags(argv)
     for name, args in occurrences:
         if name == "--config" and not any(args):
-            raise OptionError("--config needs a value: the path of a TOML file")
+            raise OptionError("--config needs a value: the path of a TOML file or the name of a bundled recipe")
     for path in [path for name, args in occurrences if name == "--config" for path in args]:
-        merge_values(values, read_toml(path))
+        merge_values(values, read_toml(find_config_file(path)))
     options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":

@@ -9,13 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.flows.config import SECTIONS, SWITCHES, list_options
+from penstock.flows.config import SECTIONS, SWITCHES, list_options, recipe_names
 from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.refused import OTHER_NAMES
 from penstock.storage.config import field_meta
 
 WIDTH = 118  # columns
 MAX_ABOUT = 90  # characters about an option in the short help, unless its first sentence cannot be cut
+
+
+COMMAND_OPTIONS = {  # options of the commands of SHORT that are not in the config: flag -> usage, description
+    "--config": (
+        "--config FILE.toml|RECIPE ...",
+        "Read options from TOML files or from bundled recipes. Later files override earlier ones; flags override "
+        f"files. The recipes are {', '.join(recipe_names())}.",
+    ),
+    "--dry-run": ("--dry-run", "Check the options, the data and the reward, print the plan, and start nothing."),
+    "--verbose": ("--verbose", "Print Prefect's log lines, and the traceback of an error."),
+    "--help-all": ("--help-all", "List all options."),
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ def short_help(command: str) -> str:
     """Return the --help text of a command of `SHORT`: its most used options, each with the first sentence about it."""
     text = SHORT[command]
     fields = {flag_of_field(name): field for _, name, field in list_options()}
-    lines = [f"penstock {command} [--config FILE.toml] [options]", "", *_wrap(text.what, "  "), ""]
+    lines = [f"penstock {command} [--config FILE.toml|RECIPE] [options]", "", *_wrap(text.what, "  "), ""]
     lines += textwrap.wrap(text.example, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
     width = max(len(flag) for flags in text.options.values() for flag in flags.split())
     for title, flags in text.options.items():
@@ -111,17 +123,20 @@ def search_help(command: str, word: str) -> str:
     """Return the text of `penstock COMMAND --help WORD`. It lists the options that have the word in their name, then
     those for which an alias or another trainer's name has it, then those with the word in their description."""
     wanted = re.sub(r"[\W_]+", "-", word.lower()).strip("-")
-    found: list[tuple[int, str]] = []  # rank, text about an option
+    options = [(flag, usage, "", about) for flag, (usage, about) in COMMAND_OPTIONS.items()]
     for _, name, field in list_options():
         flag = flag_of_field(name)
         others = [other for other, ours in OTHER_NAMES.items() if flag in ours.split()]
-        names = " ".join([flag, *field_meta(field).aliases, *others])
-        description = " ".join((field.description or "").split())
-        if wanted in names or wanted in re.sub(r"[\W_]+", "-", description.lower()):
-            rank = 0 if wanted in flag else 1 if wanted in names else 2
-            found.append((rank, "\n".join([f"  {flag}{_default(field)}", *_wrap(description, " " * 6)])))
+        about = " ".join((field.description or "").split())
+        options.append((flag, f"{flag}{_default(field)}", " ".join([*field_meta(field).aliases, *others]), about))
+    found: list[tuple[int, str]] = []  # rank, text about an option
+    for flag, title, other_names, about in options:
+        if wanted in f"{flag} {other_names}" or wanted in re.sub(r"[\W_]+", "-", about.lower()):
+            rank = 0 if wanted in flag else 1 if wanted in other_names else 2
+            found.append((rank, _describe_option(title, about)))
     found.sort(key=lambda each: each[0])
-    title = f"{len(found)} options of penstock {command} about {word!r}:" if found else f"no option is about {word!r}"
+    count = "1 option" if len(found) == 1 else f"{len(found)} options"
+    title = f"{count} of penstock {command} about {word!r}:" if found else f"no option is about {word!r}"
     return "\n".join([title, *(text for _, text in found)])
 
 
@@ -142,9 +157,14 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
             section = owner
             lines += ["", f"[{section}]", *(_wrap(about_section(section), "  ") if section in SWITCHES else [])]
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
-        lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
+        lines.append(_describe_option(f"{spellings}{_default(field)}", field.description or ""))
     others = _wrap(_PROGRAMS) if may_change_only else _other_families()
     return "\n".join([*lines, "", *others, *_wrap(_RESUME)])
+
+
+def _describe_option(title: str, about: str) -> str:
+    """Return the lines about an option in a long help text."""
+    return "\n".join([f"  {title}", *_wrap(about, " " * 6)])
 
 
 def about_section(section: str) -> str:
@@ -169,9 +189,11 @@ def _other_families() -> Iterator[str]:
 
 
 def flow_usage(command: str) -> str:
-    """Return what --help-all prints above the options of a command of `SHORT`: its usage and what it does."""
-    usage = [f"penstock {command} [--config FILE.toml] [options]", "", *_wrap(SHORT[command].what, "  ")]
-    return "\n".join(usage + (["", *_wrap(SHORT[command].see_also, "  ")] if SHORT[command].see_also else []))
+    """Return what --help-all prints above the options of a run for a command of `SHORT`: its usage, what it does, and
+    the options of the command itself."""
+    usage = [f"penstock {command} [--config FILE.toml|RECIPE] [options]", "", *_wrap(SHORT[command].what, "  ")]
+    usage += ["", *_wrap(SHORT[command].see_also, "  ")] if SHORT[command].see_also else []
+    return "\n".join([*usage, "", *(_describe_option(*entry) for entry in COMMAND_OPTIONS.values())])
 
 
 def first_sentence(text: str) -> str:

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Pipeline, World
 
-from penstock.flows.commands.demo import RECIPES
-from penstock.flows.config import read_toml
+from penstock.flows.config import RECIPES, read_toml
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
@@ -79,7 +78,7 @@ def demo_flags(demo: Path, seed: int, num_rounds: int) -> list[str]:
     commit = store.committed(sft.export_prefix(store.committed_indices(f"{sft.prefix}/exports")[-1]))
     assert commit is not None and commit.attempt is not None
     data = demo / "inputs" / f"data-seed{seed}"
-    words = f"""--config {RECIPES / "demo-grpo.toml"} --num-rollout {num_rounds}
+    words = f"""--config demo-grpo --num-rollout {num_rounds}
         --hf-checkpoint {store.path(commit.attempt)} --prompt-data {data / "train.jsonl"}
         --rollout-seed {seed} --seed {seed} --eval-prompt-data heldout {data / "heldout.jsonl"}"""
     return words.split()

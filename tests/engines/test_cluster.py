@@ -253,16 +253,33 @@ def test_death_of_a_worker_during_a_task_is_logged_not_printed(
     assert "worker died" not in capsys.readouterr().out
 
 
+def test_workers_of_the_local_ray_have_normal_priority_unless_the_user_set_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(penstock.engines.cluster, "own_temp_directory", lambda: None)
+    started: list[str | None] = []
+    name = "RAY_worker_niceness"
+    monkeypatch.setattr(penstock.engines.cluster, "import_ray", lambda: started.append(os.environ.get(name)))
+    for given in ({}, {name: "7"}):
+        monkeypatch.setattr(os, "environ", {**given})
+        penstock.engines.cluster.import_ray_with_settings(is_local=True)
+    assert started == ["0", "7"]
+
+
 @pytest.mark.integration
 def test_placed_processes_share_gpus_or_use_the_next_ones() -> None:
     """On GPUs that exist only in Ray's accounting."""
     program = """
+import os
 import signal
 from penstock.engines.cluster import Cluster
 
 class Rank:
     def gpu(self):
         return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+    def nice(self):
+        return os.nice(0)
 
 def stop(number, frame): pass
 signal.signal(signal.SIGTERM, stop)
@@ -274,6 +291,7 @@ assert [slot.gpu_ids for slot in ranks] == [("0",), ("1",)], ranks
 assert [slot.gpu_ids for slot in engines] == [("0", "1")], engines
 actors = [ray.remote(Rank).options(**slot.options).remote() for slot in [*ranks, *engines]]
 assert ray.get([actor.gpu.remote() for actor in actors], timeout=60) == [["0"], ["1"], ["0"]]
+assert ray.get(actors[0].nice.remote(), timeout=60) == os.nice(0), "Ray lowered the priority of a worker"
 behind = cluster.place_processes(1, gpus_per_process=2, first_gpu=2)
 assert behind[0].gpu_ids == ("2", "3"), behind
 try:

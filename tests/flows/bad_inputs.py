@@ -447,6 +447,7 @@ def rows_of_toml_shapes() -> Iterator[Bad]:
     for name in ("nowhere.toml", "directory", "binary.toml", "huge.toml", "loop", "file", "file/x.toml", LONG):
         yield train("--config", f"{{root}}/{name}", culprit=name[-20:])
     yield train("--config", "/dev/zero", culprit="/dev/zero")
+    yield train("--config", "demo-grop", culprit="config file demo-grop does not exist")
     yield train("--config", "{root}/good.toml", "{root}/nowhere.toml", culprit="nowhere.toml")
     yield train("--config", culprit="--config")
     yield train("--config=", culprit="--config")

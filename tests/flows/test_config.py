@@ -1,16 +1,21 @@
 """The command line and the composed config: spellings, families of flags, invalid values."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
 from penstock.flows.config import (
+    RECIPES,
     Flow,
     PostTrainConfig,
     config_hash,
     derive,
     list_options,
+    option_value,
     options_by_mutability,
+    read_toml,
+    recipe_names,
     validate_config,
 )
 from penstock.flows.options.flags import (
@@ -20,6 +25,7 @@ from penstock.flows.options.flags import (
     split_flags,
     update_config_from_argv,
 )
+from penstock.flows.options.paths import FILES, FUNCTIONS
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
 from penstock.flows.runtime.resolve import resolve
@@ -145,6 +151,47 @@ def test_engine_flags_reach_their_engines() -> None:
 def test_invalid_options_are_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_config([*MODEL, *words])
+
+
+def test_config_takes_the_name_of_a_bundled_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "demo-grpo" in recipe_names() and "qwen3-30B-A3B" in recipe_names()
+    for name in recipe_names():
+        assert parse_values(["--config", name]) == read_toml(RECIPES / f"{name}.toml")
+    values = parse_values(["--config", "demo-grpo", "demo-gspo"])
+    assert values["train"]["advantage_estimator"] == "gspo" and values["rollout"]["rm_type"] == "exact_number"
+
+
+def test_file_wins_over_the_bundled_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo-grpo").mkdir()
+    assert parse_values(["--config", "demo-grpo"])["run"]["num_rollout"] == 60, "a directory is not a config file"
+    (tmp_path / "1gpu").write_text("[run]\nnum_rollout = 3\n")
+    assert parse_values(["--config", "1gpu"]) == {"run": {"num_rollout": 3}}
+
+
+@pytest.mark.parametrize("path", ["configs/recipes/demo-grpo.toml", "demo-grop", "demo-grpo.toml", "./demo-grpo"])
+def test_missing_config_file_lists_the_bundled_recipes(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError) as error:
+        parse_values(["--config", path])
+    assert f"config file {path} does not exist" in str(error.value)
+    assert f"the name of a bundled recipe ({', '.join(recipe_names())})" in str(error.value)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_bundled_recipe_has_no_path_of_a_file(name: str) -> None:
+    """It is read in any directory, and the wheel has no examples."""
+    base = ["demo-grpo"] if name.startswith("demo-") and name != "demo-sft" else []
+    config = parse_config(["--config", *base, name])
+    options = [(section, option) for section, names in FILES.items() for option in names if option != "store"]
+    files = [option for section, option in options if option_value(config, section, option)]
+    functions = [option_value(config, section, option) for section, options in FUNCTIONS.items() for option in options]
+    assert files == [] and not config.eval.data_sets and config.eval.eval_config is None
+    assert all(importlib.import_module(path.partition(":")[0]) for path in functions if path)
+    assert all(path.startswith("penstock.") for path in functions if path)
 
 
 def test_invalid_toml_key_is_named_in_the_error(tmp_path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.config import list_options
+from penstock.flows.config import list_options, recipe_names
 from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.help import SHORT, first_sentence
 
@@ -43,6 +43,11 @@ def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("learning-rate", "--lr", {"--lr-warmup-iters", "--min-lr"}),  # the name of other trainers, then descriptions
         ("learning_rate", "--lr", {"--lr-decay-style"}),
         ("STALENESS", "--max-staleness", set()),
+        ("config", "--config", {"--eval-config", "--custom-config-path"}),
+        ("--config", "--config", {"--eval-config"}),
+        ("recipe", "--config", set()),
+        ("dry-run", "--dry-run", set()),
+        ("traceback", "--verbose", set()),
     ],
 )
 def test_help_with_a_word_finds_options(
@@ -52,7 +57,7 @@ def test_help_with_a_word_finds_options(
     out = capsys.readouterr().out
     flags = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
     assert flags[0] == first and {*flags} >= others and "--rollout-batch-size" not in flags
-    assert out.startswith(f"{len(flags)} options of penstock train about ")
+    assert out.startswith(f"{len(flags)} option{'s' if len(flags) > 1 else ''} of penstock train about ")
 
 
 def test_help_with_an_unknown_word_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +77,8 @@ def test_short_help_is_one_screen_and_help_all_has_every_option(
     assert cli.main([command, "--help-all"]) == 0
     every = capsys.readouterr().out
     assert all(f"\n  {flag_of_field(name)}" in every for _, name, _ in list_options())
+    assert all(f"\n  {flag}" in every for flag in ("--config FILE.toml|RECIPE", "--dry-run", "--verbose"))
+    assert all(name in every for name in recipe_names())
 
 
 def test_help_all_of_resume_has_only_options_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:

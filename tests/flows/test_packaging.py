@@ -86,11 +86,11 @@ def test_recipes_and_launchers_of_the_wheel_exist(installed: Path, tmp_path: Pat
         installed,
         tmp_path,
         "from penstock.engines.sglang.backend import LAUNCHER as sglang\n"
-        "from penstock.flows.commands.demo import RECIPES\n"
-        "from penstock.flows.config import read_toml\n"
+        "from penstock.flows.config import RECIPES\n"
+        "from penstock.flows.options.flags import parse_config\n"
         "from penstock.flows.runtime.prefect_api import LAUNCHER as prefect\n"
-        "rounds = read_toml(RECIPES / 'demo-sft.toml')['run']['num_rollout']\n"
-        "print(sglang.exists(), prefect.exists(), rounds > 0, RECIPES)\n",
+        "rounds = parse_config(['--config', 'demo-grpo']).run.num_rollout\n"
+        "print(sglang.exists(), prefect.exists(), rounds == 60, RECIPES)\n",
     )
     assert out.split() == ["True", "True", "True", str(installed / "penstock" / "recipes")]
 
