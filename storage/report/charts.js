@@ -66,7 +66,7 @@ function chart(title, unit, xTitle, series, formatX = String, limits = []) {
     axes: [axis({ size: 20, label: xTitle, labelSize: 14, labelGap: 0, labelFont: FONT, grid: { show: false }, space: 70, incrs: formatX === String ? WHOLE : undefined,
       values: (_, ticks) => ticks.map((x) => (x < 0 ? "" : formatX(x))) }), axis({ size: 50, values: (_, ticks) => ticks.map(formatNumber) })],
     series: [{}, ...series.map((s, i) => ({ label: s.label, stroke: () => colour("--s" + i), width: 1.75, dash: DASHES[i], spanGaps: Boolean(s.points),
-      points: { show: s.points ? true : (u) => u.data[0].length < 2, size: 6, fill: () => colour("--s" + i) } }))],
+      points: { show: s.points ? true : (u, k) => u.data[k].filter(isNumber).length < 2, size: 6, fill: () => colour("--s" + i) } }))],
     hooks: { setCursor: [(u) => { if (isNumber(u.cursor.idx)) show(u.cursor.idx); }], draw: [(u) => drawIntervals(u, shown.series)] },
   };
   plotInto(holder, options, [shown.x, ...shown.y], CHART_HEIGHT, (made) => { plot = made; plot.setData([shown.x, ...shown.y]); });
