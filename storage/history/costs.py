@@ -131,7 +131,7 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
     """Return the resources that a run used, computed from its own commits and its starts."""
     starts = close_starts(recorded_starts, commits)
     costs = RunCosts(sum(end - start.at for start, end in starts), len(starts))
-    on_gpus = any(commit.state.get("fingerprint", {}).get("cuda") for commit in commits if commit.kind == "step")
+    on_gpus = any(ran_on_gpus(commit) for commit in commits if commit.kind == "step")
     trainer_kinds = [kind for kind in STAGES if kind not in _ENGINE_KINDS]
     groups: list[tuple[str, int, Sequence[str]]]  # name, number of devices, kinds of commits made on them
     for start, end in starts:
@@ -164,6 +164,13 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
     )
     costs.checkpoint_joules = {version: energy for version, energy in joules.items() if not math.isnan(energy)}
     return costs
+
+
+def ran_on_gpus(step: Commit) -> bool:
+    """Return whether the trainer of a step used GPUs. The fingerprint has the number of threads of a trainer on CPUs;
+    its `cuda` is the CUDA version of the torch build, which also exists on machines without GPUs."""
+    fingerprint = step.state.get("fingerprint", {})
+    return bool(fingerprint) and fingerprint.get("threads") is None
 
 
 def energy_by_stage(commits: list[Commit], starts: list[tuple[Start, StartEnd | None]]) -> dict[str, float]:

@@ -46,8 +46,9 @@ function listenToKeys(node, at, show, count) {
 // ---- curves -----------------------------------------------------------------------------------------------------------
 
 // One figure: title, legend, plot, read-out, and a table of the numbers. Series are {label, x, y, low, high, points}.
+// `limits` are the fixed ends of the value axis, if it has any.
 // `figure.update(series)` shows other numbers of the same series.
-function chart(title, unit, xTitle, series, formatX = String) {
+function chart(title, unit, xTitle, series, formatX = String, limits = []) {
   const readout = element("p", { className: "readout", role: "status" });
   const holder = element("div", { className: "plot", tabIndex: 0, role: "img", "aria-label": title + " over " + xTitle + "; arrow keys read the values" });
   const legend = element("span", { className: "legend" }, ...(series.length > 1 ? series.map(({ label }, i) =>
@@ -61,11 +62,11 @@ function chart(title, unit, xTitle, series, formatX = String) {
   };
   const options = {
     legend: { show: false }, cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
-    scales: { x: { time: false, range: () => (shown.x.length > 1 ? [shown.x[0], shown.x.at(-1)] : [(shown.x[0] || 0) - 1, (shown.x[0] || 0) + 1]) }, y: { range: valueRange } },
+    scales: { x: { time: false, range: () => (shown.x.length > 1 ? [shown.x[0], shown.x.at(-1)] : [(shown.x[0] || 0) - 1, (shown.x[0] || 0) + 1]) }, y: { range: (_, low, high) => valueRange([low, high, ...shown.series.flatMap((s) => [...s.low || [], ...s.high || []])], limits) } },
     axes: [axis({ size: 20, label: xTitle, labelSize: 14, labelGap: 0, labelFont: FONT, grid: { show: false }, space: 70, incrs: formatX === String ? WHOLE : undefined,
       values: (_, ticks) => ticks.map((x) => (x < 0 ? "" : formatX(x))) }), axis({ size: 50, values: (_, ticks) => ticks.map(formatNumber) })],
     series: [{}, ...series.map((s, i) => ({ label: s.label, stroke: () => colour("--s" + i), width: 1.75, dash: DASHES[i], spanGaps: Boolean(s.points),
-      points: { show: s.points ? true : (u) => u.data[0].length < 2, size: 6, fill: () => colour("--s" + i) } }))],
+      points: { show: s.points ? true : (u, k) => u.data[k].filter(isNumber).length < 2, size: 6, fill: () => colour("--s" + i) } }))],
     hooks: { setCursor: [(u) => { if (isNumber(u.cursor.idx)) show(u.cursor.idx); }], draw: [(u) => drawIntervals(u, shown.series)] },
   };
   plotInto(holder, options, [shown.x, ...shown.y], CHART_HEIGHT, (made) => { plot = made; plot.setData([shown.x, ...shown.y]); });
@@ -108,12 +109,15 @@ function newest({ x, y }) {
   return complete < 0 ? x.length - 1 : complete;
 }
 
-function valueRange(_, low, high) {
-  if (!isNumber(low) || !isNumber(high)) return [0, 1];
-  if (low === high) return low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
+// The ends of an axis that shows these values. Around a single value of at most 1, it ends at 1: it may be a fraction.
+function valueRange(all, [least, most] = []) {
+  const values = all.filter(isNumber);
+  if (values.every((value) => value === 0)) return [0, most ?? 1];
+  let low = Math.min(...values), high = Math.max(...values);
+  if (low === high) [low, high] = [low - Math.abs(low) / 3, Math.min(low + Math.abs(low) / 3, low > 0 && low <= 1 ? 1 : Infinity)];
   if (low > 0 && low < high / 3) low = 0;
   const margin = (high - low) / 20;
-  return [low === 0 ? 0 : low - margin, high + margin];
+  return [least ?? (low === 0 ? 0 : low - margin), most ?? high + margin];
 }
 
 function interval({ x, low, high }, at) {

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.config import entries_of
-from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
+from penstock.storage.history.costs import RunCosts, close_starts, compute_costs, ran_on_gpus
 from penstock.storage.history.run_record import RunRecord, ScheduleChange, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
@@ -189,6 +189,7 @@ def collect_header(
         "final_reward": to_json_number(rewards[-1]) if rewards else None,
         "first_reward": to_json_number(rewards[0]) if rewards else None,
         "last_checkpoint": max(checkpoints, default=None),
+        "on_gpus": any(ran_on_gpus(step) for step in steps.values()),
     }
 
 

@@ -27,6 +27,16 @@ function formatNumber(value) {
   return (Math.abs(value) >= 1e4 ? integerFormat : numberFormat).format(value).replace("-", "\u2212");
 }
 
+// A device is a GPU; in a run without GPUs, an engine process.
+const nameDevice = (label, onGpus) => label.replace("per device", onGpus ? "per GPU" : "per engine process");
+
+// Name and value of the reward of the trained rounds; nothing without one.
+function rewardFact(first, last, numRounds) {
+  if (first === null) return [];
+  return [numRounds > 1 ? ["reward, trained rounds 0 to " + (numRounds - 1), formatNumber(first) + " \u2192 " + formatNumber(last)]
+    : ["reward, trained round 0", formatNumber(first)]];
+}
+
 function formatPercent(value) {
   return isNumber(value) ? (100 * value).toFixed(1) + " %" : formatNumber(value);
 }

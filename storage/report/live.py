@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from penstock.storage.commit import Commit, RunKeys, model_title
 from penstock.storage.history.commit_feed import CommitFeed
+from penstock.storage.history.costs import ran_on_gpus
 from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
 from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
 from penstock.storage.report.data import is_inherited, task_of, to_json_number
@@ -34,7 +35,7 @@ CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (  # section, title, 
     ("learning", "Reward", "mean of a round", {"rollout/raw_reward": "reward"}),
     ("learning", "Loss", "", {"train/loss": "loss"}),
     ("speed", "Tokens per second", "", {
-        "perf/tokens_per_gpu_per_sec": "generated, per GPU", "perf/actor_train_tok_per_s": "trained",
+        "perf/tokens_per_gpu_per_sec": "generated, per device", "perf/actor_train_tok_per_s": "trained",
     }),
     ("speed", "Response length", "tokens", {"rollout/response_len/mean": "mean", "rollout/response_len/max": "max"}),
     ("speed", "Staleness", "policy versions", {"rollout/staleness/mean": "mean", "rollout/staleness/max": "max"}),
@@ -76,6 +77,7 @@ class LiveRun:
         self.record = record
         self.feed = CommitFeed(self.store, self.keys)
         self.num_trained = 0
+        self.on_gpus = False  # whether a trained round used GPUs
         self.newest: dict[str, Commit] = {}  # kind -> newest commit, without its state
         self.evaluations: list[dict[str, Any]] = []
         self._columns: dict[str, array[float]] = defaultdict(lambda: array("d"))  # metric -> value of each round
@@ -120,6 +122,7 @@ class LiveRun:
             return
         if kind == "step":
             self.num_trained = max(self.num_trained, index + 1)
+            self.on_gpus = self.on_gpus or ran_on_gpus(commit)
         if kind in ("rollout", "step"):
             for name in METRICS:
                 if name in commit.summary:
@@ -180,6 +183,8 @@ class LiveRun:
             "last_checkpoint": checkpoint.index if checkpoint else None,
             "newest_rollout": rollout.index if rollout and rollout.files else None,
             "newest_is_trained": bool(rollout and rollout.index < self.num_trained),
+            "on_gpus": self.on_gpus
+            or any("GPU" in lane.devices for lane in (self._status.lanes if self._status else [])),
             "colocated": bool(self._starts) and self._starts[-1][0].colocated,
         }
 

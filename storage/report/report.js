@@ -14,11 +14,9 @@ async function decode(name) {
 
 function showHeader(overview) {
   const header = overview.header;
-  const rewards = header.first_reward === null ? [] :
-    [["reward, first to last round", formatNumber(header.first_reward) + " \u2192 " + formatNumber(header.final_reward)]];
   const facts = [
     ["rounds trained of planned", header.num_rounds + " of " + header.num_planned_rounds],
-    ...rewards,
+    ...rewardFact(header.first_reward, header.final_reward, header.num_rounds),
     ["last checkpoint", header.last_checkpoint === null ? "none" : "version " + header.last_checkpoint],
     ["samples on this page", integerFormat.format(overview.samples.num_shown)],
     ["start to last commit", header.last_commit_at ? formatSeconds(header.last_commit_at - header.started_at) : "\u2013"],
@@ -51,7 +49,7 @@ const CURVES = [
   { title: "Staleness", unit: "policy versions", series: [["rollout/staleness/mean", "mean"], ["rollout/staleness/max", "max"]] },
   { title: "Gradient norm", unit: "before clipping", series: [["train/grad_norm", "norm"]] },
   { title: "Speed", unit: "tokens per second", series: [
-    ["perf/tokens_per_gpu_per_sec", "generated, per GPU"], ["perf/actor_train_tok_per_s", "trained"]] },
+    ["perf/tokens_per_gpu_per_sec", "generated, per device"], ["perf/actor_train_tok_per_s", "trained"]] },
 ];
 
 function showCurves(overview) {
@@ -60,7 +58,7 @@ function showCurves(overview) {
   const missing = [];
   for (const { title, unit, series } of CURVES) {
     const found = series.filter(([name]) => (metrics[name] || []).some(isNumber));
-    if (found.length) grid.append(chart(title, unit, "round", found.map(([name, label]) => ({ label, x: round, y: metrics[name] }))));
+    if (found.length) grid.append(chart(title, unit, "round", found.map(([name, label]) => ({ label: nameDevice(label, overview.header.on_gpus), x: round, y: metrics[name] }))));
     else missing.push(title);
     if (title === "Reward") grid.append(...evaluationCurves(overview.evaluations));
   }

@@ -12,7 +12,7 @@ const PHASES = { // stage of a commit or of the driver -> [lane or group of lane
   rollout: ["engines", "generate"], eval: ["engines", "evaluate"], step: ["trainer", "train"], train: ["trainer", "train"],
   checkpoint: ["trainer", "save"], restore: ["trainer", "restore"], publish: ["trainer", "publish"], export: ["driver", "export"], data: ["driver", "read data"],
 };
-const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--heat", other: "--soft" };
+const PHASE_COLOURS = { generate: "--s0", train: "--s1", publish: "--s4", evaluate: "--s3", save: "--s2", restore: "--faint", offload: "--text", other: "--soft" };
 const STATES = { running: "running", silent: "no sign of life", killed: "killed", ended: "ended", waiting: "not started" };
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
@@ -140,8 +140,8 @@ class RunPage {
     const last = (name) => (metrics[name] || []).findLast(isNumber);
     const facts = [
       ["rounds trained of planned", header.num_rounds + " of " + header.num_planned_rounds],
-      ...(header.first_reward === null ? [] : [["reward, first to last round", formatNumber(header.first_reward) + " \u2192 " + formatNumber(header.last_reward)]]),
-      ...(isNumber(last("perf/tokens_per_gpu_per_sec")) ? [["tokens/s generated, per GPU", formatNumber(last("perf/tokens_per_gpu_per_sec"))]] : []),
+      ...rewardFact(header.first_reward, header.last_reward, header.num_rounds),
+      ...(isNumber(last("perf/tokens_per_gpu_per_sec")) ? [[nameDevice("tokens/s generated, per device", header.on_gpus), formatNumber(last("perf/tokens_per_gpu_per_sec"))]] : []),
       ...(last("rollout/staleness/max") ? [["staleness of the newest round, mean and max", formatNumber(last("rollout/staleness/mean")) + ", " + last("rollout/staleness/max")]] : []),
       ["last checkpoint", header.last_checkpoint === null ? "none" : "version " + header.last_checkpoint],
     ];
@@ -194,8 +194,8 @@ class RunPage {
       ...(one.total ? [element("progress", { max: one.total, value: one.done }), element("span", { className: "soft" },
         integerFormat.format(one.done) + " of " + integerFormat.format(one.total) + ", " + integerFormat.format(one.total - one.done) + " waiting or running")] : [])));
     if (this.answer.is_current) {
-      if (!rows.length) activities.push(element("div", { className: "activity" }, element("b", {}, status.phase || "between two stages")));
       const depth = status.queue["rollout/queue_depth"], requests = (name) => sum(this.engineSeries(name).map(({ y }) => y.at(-1)));
+      if (!rows.length) activities.push(element("div", { className: "activity" }, element("b", {}, status.phase || (requests("running") ? "the engines generate" : "between two stages"))));
       lines.push([status.engines, ...(this.engineSeries("running").length ? [requests("running") + " requests running, " + requests("waiting") + " waiting"] : []),
         ...(depth ? ["finished rounds that wait for the trainer: " + depth] : []), "as of " + ago(now - status.at) + " ago"].filter(Boolean).join(", ") + ".");
     }
@@ -203,11 +203,11 @@ class RunPage {
   }
 
   // Shows a figure in a grid: makes it, or gives it new numbers if it has the same series.
-  showFigure(grid, title, unit, xTitle, series, formatX) {
+  showFigure(grid, title, unit, xTitle, series, formatX, limits) {
     const key = grid + title, labels = series.map((one) => one.label).join("\n");
     const figure = this.figures.get(key);
     if (figure && figure.labels === labels) return figure.update(series);
-    const made = chart(title, unit, xTitle, series, formatX);
+    const made = chart(title, unit, xTitle, series, formatX, limits);
     made.labels = labels;
     if (figure) figure.replaceWith(made); else this.grids[grid].append(made);
     this.figures.set(key, made);
@@ -218,7 +218,7 @@ class RunPage {
     for (const [grid, title, unit, all] of this.charts) {
       const series = Object.entries(all).filter(([name]) => (metrics[name] || []).some((value) => isNumber(value) && (value !== 0 || !HIDDEN_AT_ZERO.includes(title))));
       if (title === "Loss" && (metrics["rollout/raw_reward"] || []).some(isNumber)) continue; // of supervised fine-tuning
-      if (series.length) this.showFigure(grid, title, unit, "round", series.map(([name, label]) => ({ label, x: round, y: metrics[name] })));
+      if (series.length) this.showFigure(grid, title, unit, "round", series.map(([name, label]) => ({ label: nameDevice(label, this.answer.header.on_gpus), x: round, y: metrics[name] })));
       if (title === "Reward" && this.evaluations.length) this.showEvaluations();
     }
     for (const [id, grid] of Object.entries(this.grids)) if (id in { learning: 0, speed: 0, policy: 0 }) showEmpty(grid, "Nothing is recorded before the first round is trained.");
@@ -299,15 +299,15 @@ class RunPage {
     const gpus = [...new Set(Object.keys(shown).filter((name) => name.startsWith("system/gpu_")).map((name) => name.split("_")[1]))];
     const of = (name, scale) => (shown[name] || []).map((value) => (isNumber(value) ? value / scale : null));
     const ofGpus = (end, scale) => spread(gpus.map((gpu) => ({ label: "GPU " + gpu, x, y: of("system/gpu_" + gpu + end, scale) })), "GPUs");
-    for (const [title, unit, series] of x.length ? [
+    for (const [title, unit, series, most] of x.length ? [
       ["Requests that run", "of each engine", spread(this.engineSeries("running"), "engines")],
       ["Requests that wait", "of each engine", spread(this.engineSeries("waiting"), "engines")],
-      ["CPU", "percent of all cores", [{ label: "CPU", x, y: of("system/cpu_utilization_percentage", 1) }]],
+      ["CPU", "percent of all cores", [{ label: "CPU", x, y: of("system/cpu_utilization_percentage", 1) }], 100],
       ["Memory", "GB", [{ label: "used", x, y: of("system/system_memory_usage_megabytes", 1000) }]],
-      ["GPU use", "percent", ofGpus("_utilization_percentage", 1)],
+      ["GPU use", "percent", ofGpus("_utilization_percentage", 1), 100],
       ["GPU memory", "GB", ofGpus("_memory_usage_megabytes", 1000)],
     ] : []) {
-      if (series.some(({ y }) => y.some(isNumber))) this.showFigure("machine", title, unit, "time", series, clock);
+      if (series.some(({ y }) => y.some(isNumber))) this.showFigure("machine", title, unit, "time", series, clock, [0, most]);
     }
     showEmpty(this.grids.machine, "Shown when the run runs.");
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -242,7 +243,8 @@ def commit_hostile_round(store: Store, r: int) -> None:
         )
         for k in range(8)
     ]  # fmt: skip
-    fields = {"kind": "rollout", "run": "r", "index": r, "policy_version": r, "summary": {"rollout/raw_reward": 0.75}}
+    fields = {"kind": "rollout", "run": "r", "index": r, "policy_version": r}
+    fields["summary"] = {"rollout/raw_reward": 0.75, "perf/tokens_per_gpu_per_sec": 50.0}
     commit_samples(store, KEYS.rollout_prefix(r), samples, seconds={"generate": 5.0}, **fields)
     step = Commit(kind="step", run="r", index=r, policy_version=r + 1, summary={"train/entropy_loss": 0.5})
     step.inputs = {"rollout": commit_key(KEYS.rollout_prefix(r))}
@@ -262,7 +264,46 @@ def test_page_shows_what_happens_now(opened: Page) -> None:
     assert "round 2: reward 0.75" in text_of(opened, "#learning") and "sums 0" in text_of(opened, "#learning")
     assert "entropy 0.5" in text_of(opened, "#policy") and "GPU memory" in text_of(opened, "#machine")
     assert "6 requests running, 4 waiting" in now
+    assert "reward, trained rounds 0 to 2" in text_of(opened, "#header")
+    assert "generated, per GPU" in text_of(opened, "#header") and "generated, per GPU" in text_of(opened, "#speed")
     assert "engine 0 5, engine 1 2" in text_of(opened, "#machine")
+
+
+@needs_browser
+def test_text_without_an_activity_agrees_with_the_requests(opened: Page, store: Store) -> None:
+    write_status(store, **running_status(activities=[]))
+    opened.wait_for("document.querySelector('#now').innerText.includes('the engines generate')")
+    assert "between two stages" not in text_of(opened, "#now") and "6 requests running" in text_of(opened, "#now")
+    write_status(store, **running_status(activities=[], series={}))
+    opened.wait_for("document.querySelector('#now').innerText.includes('between two stages')")
+
+
+@needs_browser
+def test_run_without_gpus_generates_tokens_per_engine_process(opened: Page, store: Store) -> None:
+    write_status(store, **running_status(lanes=[{"name": "engine 0", "group": "engines", "devices": "CPU"}]))
+    opened.wait_for("document.querySelector('#header').innerText.includes('tokens/s generated, per engine process')")
+    assert "generated, per engine process" in text_of(opened, "#speed") and "GPU" not in text_of(opened, "#speed")
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "title, most", [("CPU", "=== 100"), ("GPU use", "=== 100"), ("Memory", "> 4"), ("GPU memory", "> 60")]
+)
+def test_axis_of_the_machine_begins_at_zero(opened: Page, title: str, most: str) -> None:
+    plot = f"[...plots].find((plot) => plot.root.closest('figure')?.querySelector('b').innerText === '{title}')"
+    opened.wait_for(f"{plot}.scales.y.min === 0 && {plot}.scales.y.max {most}")
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colour_of_offload_differs_visibly_from_that_of_train(opened: Page, scheme: str) -> None:
+    opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    box = "[...document.querySelectorAll('#lanes .legend span')].find((span) => span.innerText === '%s').firstChild"
+    offload, train = (
+        opened.evaluate(f"getComputedStyle({box % phase}).color.match(/\\d+/g).map(Number)")
+        for phase in ("offload", "train")
+    )
+    assert math.dist(offload, train) > 150
 
 
 @needs_browser

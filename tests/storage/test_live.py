@@ -179,6 +179,19 @@ def test_points_of_a_long_run_are_means_of_rounds(store: Store, monkeypatch: pyt
     assert (last["first"], last["metrics"]["rollout/raw_reward"]) == (2, [11.0])
 
 
+def test_run_is_on_gpus_by_its_trainer_or_its_newest_processes(store: Store) -> None:
+    run = live_run(store)
+    commit_round(store, 0)
+    commit_step(store, 1, state={"fingerprint": {"cuda": "13.0", "threads": 2}})  # torch for GPUs on a CPU
+    assert not answer(run)["header"]["on_gpus"]
+    write_status(store, lanes=[{"name": "engine 0", "group": "engines", "devices": "GPU 0"}])
+    assert answer(run)["header"]["on_gpus"]
+    write_status(store, lanes=[{"name": "engine 0", "group": "engines", "devices": "CPU"}])
+    assert not answer(run)["header"]["on_gpus"]
+    commit_step(store, 2, state={"fingerprint": {"cuda": "13.0", "threads": None}})
+    assert answer(run)["header"]["on_gpus"]
+
+
 def test_evaluations_are_sent_again_when_there_is_a_new_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_feed, "LISTING_SECONDS", 0.0)
     run = live_run(store)

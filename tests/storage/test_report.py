@@ -427,12 +427,21 @@ def test_page_fits_a_phone_and_prints(opened: Page) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("value, least, most", [(0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1)])
+@pytest.mark.parametrize(
+    "value, least, most", [(0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1), (0.83, 0.4, 1.05), (1, 0.5, 1.05)]
+)
 def test_curve_of_equal_values_has_an_axis_on_the_side_of_its_value(
     opened: Page, value: float, least: float, most: float
 ) -> None:
-    low, high = opened.evaluate(f"valueRange(null, {value}, {value})")
+    low, high = opened.evaluate(f"valueRange([{value}, {value}])")
     assert low >= least and high <= most and low < high
+
+
+@needs_browser
+def test_axis_of_evaluations_includes_their_intervals(opened: Page) -> None:
+    plot = "[...plots].find((plot) => plot.root.closest('figure')?.innerText.startsWith('Evaluation reward'))"
+    opened.wait_for(f"{plot} !== undefined")
+    opened.wait_for(f"{plot}.scales.y.min < 0.25 && {plot}.scales.y.max > 0.75")  # the means are 0.5
 
 
 @needs_browser
