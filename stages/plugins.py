@@ -110,9 +110,11 @@ async def _await_value(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def check_signature(function: Callable[..., Any], name: str, parameters: Sequence[str]) -> None:
-    """Check that a function accepts positional arguments named `parameters`, and is not a generator function. Raises
-    PluginError."""
+def check_signature(
+    function: Callable[..., Any], name: str, parameters: Sequence[str], *, fix: str = "change its parameters"
+) -> None:
+    """Check that a function accepts positional arguments named `parameters`, and is not a generator function. `fix`:
+    what to do about other parameters, for the message. Raises PluginError."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(
             f"{name} is a generator function, whose code would never run: return a value instead of yielding"
@@ -127,8 +129,7 @@ def check_signature(function: Callable[..., Any], name: str, parameters: Sequenc
         signature.bind(*parameters)
     except TypeError as error:
         raise PluginError(
-            f"{name} has the signature {signature}, but is called with ({', '.join(parameters)}): {error}; "
-            "change its parameters"
+            f"{name} has the signature {signature}, but is called with ({', '.join(parameters)}): {error}; {fix}"
         ) from None
 
 

@@ -42,9 +42,9 @@ from penstock.flows.runtime.preflight import (
     check_algorithm,
     check_data,
     check_engine_hardware,
-    check_lengths,
     check_options,
     config_warnings,
+    find_length_error,
 )
 from penstock.flows.runtime.resolve import is_complete, resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
@@ -103,6 +103,8 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
     with collected_warnings() as warnings:
         if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
             shape = check_model(flow, config)
+        if lacks_files and shape is not None and (length_error := find_length_error(flow, config, shape)):
+            raise length_error
         if not lacks_files and shape is not None:
             check_algorithm(config, shape)
             tokenizer, tried = check_data(flow, config, shape)
@@ -175,7 +177,7 @@ def _shorten(text: str) -> str:
 
 
 def check_model(flow: Flow, config: Plan) -> ModelShape:
-    """Return the shape of the model, after checking that it fits the parallel sizes and lengths. Raises InputError."""
+    """Return the shape of the model, after checking that it fits the parallel sizes. Raises InputError."""
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
     check_nodes(config)
@@ -190,7 +192,6 @@ def check_model(flow: Flow, config: Plan) -> ModelShape:
         # The check reads the draft model, or looks for multi-token prediction layers in the weights.
         if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):
             engine_backend(options.engine).check_options(options)
-    check_lengths(flow, config, shape)
     if has_weights(config):
         check_weights(config.convert.hf_checkpoint, shape)
     return shape
@@ -311,7 +312,11 @@ def describe_engines(config: PostTrainConfig) -> str:
     number, size = options.num_engines_to_start(has_gpus=True), rollout.rollout_num_gpus_per_engine
     place = "on GPUs of their own" if options.num_gpus is not None else "on the trainer's GPUs"
     turns = ", in turns with the trainer" if config.run.alternates_trainer_and_engines else ""
-    return f"{number} x {size} GPUs, {place}{turns}; on a machine without GPUs: {options.num_engines}"
+    on_gpus = f"{number} x {size} GPUs, {place}{turns}"
+    if visible_gpu_bytes() or config.run.ray_address:
+        return on_gpus
+    processes = "1 process" if options.num_engines == 1 else f"{options.num_engines} processes"
+    return f"{processes} on the CPU; on a machine with GPUs: {on_gpus}"
 
 
 def describe_weights(config: PostTrainConfig) -> str:

@@ -48,6 +48,7 @@ from penstock.stages.plugins import load_checked_function
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rewards.reward_preflight import (
+    missing_label_warning,
     try_reward_on_test_samples,
     unrequested_format_warning,
     unrewarded_labels_warning,
@@ -55,10 +56,12 @@ from penstock.stages.rewards.reward_preflight import (
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.rollout_function import check_rollout_functions
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
+from penstock.stages.rollout.prompts.prompt_files import read_column_names
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
+from penstock.storage.config import entries_of
 from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.secret_references import resolve_secrets
@@ -96,7 +99,6 @@ def preflight(config: Plan, *, own_lease: str | None = None) -> None:
         return  # the result is not written to the store
     if flow.has_run:
         check_run_record(config, own_lease)
-        check_lengths(flow, config, shape)
         check_data(flow, config, shape)
     if flow.generates and not config.run.debug_train_only:
         options = engine_options(config)
@@ -341,10 +343,10 @@ def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
     return config.engine_facts.context_length or shape.max_position_embeddings
 
 
-def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that the longest response leaves room for a prompt in the engines' context length."""
+def find_length_error(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> OptionError | None:
+    """Return an error if the longest response leaves no room for a prompt in the engines' context length."""
     if not flow.generates:
-        return
+        return None
     rollout, evals = config.rollout, config.eval
     limit = _context_length(config, shape)
     source = (
@@ -354,7 +356,7 @@ def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> Non
     )
     context = rollout.rollout_max_context_len
     if context is not None and context > limit:
-        raise OptionError(
+        return OptionError(
             f"--rollout-max-context-len {context} exceeds the model's {limit} positions ({source}): "
             f"give at most {limit}"
         )
@@ -367,17 +369,16 @@ def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> Non
         lengths[flag_name] = rollout.rollout_max_response_len if own is None else own
     for name, length in lengths.items():
         if length >= limit and context is None:  # a context limit truncates responses
-            raise OptionError(
+            return OptionError(
                 f"{name} {length} leaves no room for a prompt: the model has {limit} positions ({source}); give less, "
                 f"or add --rollout-max-context-len {limit}, which truncates responses to that length minus the prompt"
             )
+    return None
 
 
-def check_data(
-    flow: Flow, config: PostTrainConfig, shape: ModelShape
-) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
-    """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
-    the first rewards with their outcomes. Raises InputError."""
+def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
+    """Check tokenizer, prompts, rewards and lengths of training and evaluations. Return the tokenizer, and the test
+    responses of the first rewards with their outcomes. Raises InputError."""
     tokenizer = check_tokenizer(
         config.convert.hf_checkpoint,
         apply_chat_template=config.rollout.apply_chat_template or flow.has_demonstrations,
@@ -398,7 +399,9 @@ def check_data(
     graded = [*([config.rollout_with_args] if flow.has_rollouts else []), *evaluated]
     for rollout in graded:
         check_reward_options(rollout)
-    check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=_context_length(config, shape))
+    length_error = find_length_error(flow, config, shape)  # raised last, so that it does not hide an error in the data
+    max_seq_len = None if length_error else _context_length(config, shape)
+    check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=max_seq_len)
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
         check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading)
@@ -406,7 +409,30 @@ def check_data(
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
     tried = [try_reward(rollout, template) for rollout, template in zip(graded, templates)]
+    if length_error is not None:
+        raise length_error
+    if warning := unused_template_warning(config, tokenizer, graded):
+        logger.warning(warning)
     return tokenizer, next(iter(tried), [])
+
+
+def unused_template_warning(config: Plan, tokenizer: PromptTokenizer, graded: list[RolloutConfig]) -> str | None:
+    """Return a warning if the model gets plain text, although its tokenizer has a chat template and
+    --apply-chat-template is not given. Otherwise return None. A prompt with special tokens is taken for a rendered one.
+    """
+    is_chosen = "apply_chat_template" in entries_of(config.given, "rollout")
+    if is_chosen or config.rollout.apply_chat_template or not tokenizer.inner.chat_template:
+        return None
+    for rollout in graded:
+        rows = [] if rollout.custom_generate_function_path else read_first_rows(rollout)[:1]
+        for row in rows:
+            if not any(token in row.prompt for token in tokenizer.end_tokens):
+                return (
+                    f"the tokenizer of --hf-checkpoint has a chat template, but the prompts are plain text "
+                    f"({row.prompt[:100]!r} in {row.where}): give --apply-chat-template, or --apply-chat-template "
+                    "false if the model should get the text as it is"
+                )
+    return None
 
 
 def _may_grade_itself(rollout: RolloutConfig) -> bool:
@@ -430,6 +456,10 @@ def try_reward(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome
     for _, outcome in tried:
         if outcome.error is not None:
             logger.warning("the reward returned no number for a test sample (%s); continuing", outcome.error)
+    if rows and not rows[0].label.strip():
+        columns = read_column_names(rollout.prompt_data[0])
+        if warning := missing_label_warning(rollout, rows[0], tried, columns):
+            logger.warning(warning)
     return tried
 
 

@@ -85,7 +85,8 @@ def load_custom_reward(
             "name a function that this package defines"
         )
     if not inspect.isclass(target):
-        check_signature(target, name, ("args", "samples" if group_rm else "sample"))
+        fix = f"change its parameters; {describe_reward_function(group_rm)}"
+        check_signature(target, name, ("args", "samples" if group_rm else "sample"), fix=fix)
         return CustomReward(name, target, takes_group=group_rm, is_class=False)
     if not hasattr(target, METHOD):
         raise PluginError(f"{name} is a class without {METHOD}(prompts, responses): add this method, or use a function")
@@ -96,6 +97,12 @@ def load_custom_reward(
     takes_path = parameter is not None and rm_model_path is not None
     check_signature(target, f"{name}: its constructor", ("model_path",) if takes_path else ())
     return CustomReward(name, target, takes_group=True, is_class=True)
+
+
+def describe_reward_function(group_rm: bool) -> str:
+    """Return what a reward function takes and returns, for error messages."""
+    form = "f(args, samples) -> list of floats" if group_rm else "f(args, sample) -> float"
+    return f"a reward is {form} (docs/coming-from.md adapts the rewards of other trainers)"
 
 
 def _model_path_parameter(constructor: Callable[..., Any]) -> inspect.Parameter | None:

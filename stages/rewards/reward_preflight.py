@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.stages.rewards.custom_reward import describe_reward_function
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import (
     BOXED_PREFIX,
@@ -142,7 +143,7 @@ def try_reward_on_test_samples(
     samples = _make_test_samples(rows, same_group=options.group_rm)
     if not samples:
         return []
-    if not options.custom_rm_path and not any(sample.metadata.get("custom_rm_path") for sample in samples):
+    if not _is_user_defined(options, rows[0]):
         names = {str(sample.metadata.get("rm_type") or options.rm_type or "") for sample in samples}
         if "remote_rm" in {name.removeprefix(BOXED_PREFIX) for name in names}:
             _check_connection(options.rm_url or "")
@@ -155,10 +156,38 @@ def try_reward_on_test_samples(
             raise RewardError(outcome.request_error)
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
+        form = f"; {describe_reward_function(options.group_rm)}" if _is_user_defined(options, rows[0]) else ""
+        label = "" if rows[0].label.strip() else f", or name the column of its labels {_label_key(options)}"
         raise RewardError(
             f"the reward failed on all {len(reasons)} test samples, the first with {reasons[0]:.200}: fix the reward"
+            f"{label}{form}"
         )
     return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+
+def _is_user_defined(options: RolloutConfig, row: RewardRow) -> bool:
+    """Return whether a user-defined reward grades a row."""
+    return bool(options.custom_rm_path or row.metadata.get("custom_rm_path"))
+
+
+def _label_key(options: RolloutConfig) -> str:
+    """Return "with --label-key", and the column that this option names now, for messages."""
+    return f"with --label-key (now {options.label_key!r})" if options.label_key else "with --label-key"
+
+
+def missing_label_warning(
+    options: RolloutConfig, row: RewardRow, tried: Sequence[tuple[str, Outcome]], columns: Sequence[str]
+) -> str | None:
+    """Return a warning if the row of the test samples has no label, and a user-defined reward gave all of them the same
+    reward. Otherwise return None. Built-in rewards that need a label refuse a row without one. `columns`: of the row.
+    """
+    rewards = {outcome.reward for _, outcome in tried if outcome.error is None}
+    if row.label.strip() or len(rewards) != 1 or not _is_user_defined(options, row):
+        return None
+    return (
+        f"{row.where} has no label, and the reward gives {rewards.pop()} to every test response: if the reward reads "
+        f"labels, name their column {_label_key(options)}; the columns are {', '.join(map(repr, columns))}"
+    )
 
 
 def _make_test_samples(rows: Sequence[RewardRow], *, same_group: bool) -> list[Sample]:

@@ -26,6 +26,7 @@ TRAIN = {
     "--prompt-data": "{root}/prompts.jsonl",
     "--input-key": "prompt", "--label-key": "label", "--rm-type": "exact_number", "--num-rollout": "1",
     "--n-samples-per-prompt": "2", "--rollout-batch-size": "4", "--rollout-max-response-len": "8",
+    "--apply-chat-template": "false",
 }  # fmt: skip
 SFT = {
     "--run": "new", "--store": "{root}/store", "--hf-checkpoint": "{root}/model", "--prompt-data": "{root}/chats.jsonl",
@@ -35,6 +36,7 @@ EVAL = {
     "--run": "new", "--store": "{root}/store", "--hf-checkpoint": "{root}/model",
     "--eval-prompt-data": "sums {root}/prompts.jsonl",
     "--input-key": "prompt", "--label-key": "label", "--rm-type": "exact_number", "--eval-max-response-len": "8",
+    "--apply-chat-template": "false",
 }  # fmt: skip
 CONVERT = {"--hf-checkpoint": "{root}/model", "--store": "{root}/store"}
 BASES = {"train": TRAIN, "sft": SFT, "eval": EVAL, "convert": CONVERT}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.flows.cli import main
-from penstock.flows.config import PostTrainConfig
-from penstock.flows.inspect.dry_run import describe_weights
+from penstock.flows.config import PostTrainConfig, derive
+from penstock.flows.inspect.dry_run import describe_engines, describe_weights
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import fp8_warning
 from penstock.flows.runtime.resolve import resolve
@@ -31,6 +32,15 @@ def half(args, sample, **kwargs):
 
 def broken(args, sample, **kwargs):
     return 1 / len(sample.response)
+
+def zero(args, sample):
+    return 0.0
+
+def grade(completions, answer, **kw):
+    return [float(text == answer) for text in completions]
+
+def word(args, sample):
+    return "good"
 
 async def later(args, sample, **kwargs):
     return {"score": 2.0, "length": 1.0}
@@ -72,6 +82,14 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
         ({"prompt": "1+2=", "label": 3}, "--rm-type dapo --reward-key score", "contains Answer:"),
         ({"prompt": "1+2=", "label": "?"}, "--rm-type gpqa", "rewards none of the first 1 labels"),
         (
+            {"prompt": "1+2=", "label": "", "answer": 3},
+            "--rm-type none --custom-rm-path code.py:zero",
+            "data.jsonl row 0 has no label, and the reward gives 0.0 to every test response: if the reward reads "
+            "labels, name their column with --label-key (now 'label'); the columns are 'prompt', 'label', 'answer'",
+        ),
+        ({"prompt": "1+2=", "label": "3"}, "--rm-type none --custom-rm-path code.py:zero", None),
+        ({"prompt": "1+2=", "label": ""}, "--rm-type zero", None),
+        (
             {"prompt": "1+2=", "label": 3},
             "--rm-type none --custom-rm-path code.py:broken",
             "returned no number for a test sample (ZeroDivisionError",
@@ -94,6 +112,99 @@ def test_warnings_of_checks_are_printed_below_the_plan_like_all_others(
     assert lines[-1].startswith("ready: ") and lines[-1 - len(warnings) : -1] == warnings
     of_checks = [line for line in warnings if "--eval-interval" not in line]
     assert [line for line in of_checks if text and text in line] == of_checks and len(of_checks) == (text is not None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "has_template", "words", "warned"),
+    [
+        ("gbb?", True, "", True),
+        ("<|user|>gbb?<|end|><|assistant|>", True, "", False),  # already rendered
+        ("gbb?", True, "--apply-chat-template", False),
+        ("gbb?", True, "--apply-chat-template false", False),
+        ("gbb?", False, "", False),
+    ],
+)
+def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
+    prompt: str,
+    has_template: bool,
+    words: str,
+    warned: bool,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    shutil.copytree(tiny_model, model)
+    if not has_template:
+        (model / "chat_template.jinja").unlink()
+    data.write_text(json.dumps({"input": prompt}) + "\n")
+    argv = [word for flag, value in ALL.items() for word in (f"--{flag}", value.format(model=model, data=data))]
+    assert main(["train", *argv, *words.split(), "--dry-run"]) == 0
+    warnings = [
+        line for line in capsys.readouterr().out.splitlines() if "--apply-chat-template" in line and "warning" in line
+    ]
+    assert [f"('gbb?' in {data} row 0): give --apply-chat-template, or" in line for line in warnings] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--input-key question", "has no column 'question'"),
+        ("--rm-type none --custom-rm-path {code}:word", "returned no number"),
+        (
+            "--rm-type none --custom-rm-path {code}:grade",
+            "is not iterable (raised by grade of {code}): fix the reward; a reward is f(args, sample) -> float "
+            "(docs/coming-from.md",
+        ),
+        ("--rm-type exact_number", "--rollout-max-response-len 1024 leaves no room for a prompt"),
+    ],
+)
+def test_wrong_data_or_reward_is_reported_before_a_length(
+    words: str, error: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, data = tmp_path / "code.py", tmp_path / "data.jsonl"
+    code.write_text(REWARDS)
+    data.write_text('{"prompt": "1+2=", "label": 3}\n')
+    argv = [
+        "train",
+        "--config",
+        str(RECIPE),
+        "--run",
+        "r",
+        "--hf-checkpoint",
+        str(tiny_model),
+        "--prompt-data",
+        str(data),
+    ]
+    argv += ["--rollout-max-response-len", "1024", *words.format(code=code).split()]
+    for start in (["--dry-run"], ["--store", str(tmp_path / "store")]):
+        assert main([*argv, *start]) == 2
+        err = capsys.readouterr().err
+        assert error.format(code=code) in err and err.count("\n") == 1
+
+
+def test_length_is_checked_although_files_are_missing(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = {"hf-checkpoint": tiny_model, "prompt-data": "absent.jsonl", "rollout-max-response-len": "1024"}
+    words = [str(word) for flag, value in (ALL | changed).items() for word in (f"--{flag}", value)]
+    assert main(["train", *words, "--dry-run"]) == 2
+    assert "--rollout-max-response-len 1024 leaves no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "shown"),
+    [
+        ([], "", "1 process on the CPU; on a machine with GPUs: 1 x 1 GPUs, on the trainer's GPUs"),
+        ([], "--num-engines 2", "2 processes on the CPU; on a machine with GPUs: 1 x 1 GPUs, on the trainer's GPUs"),
+        ([80 << 30], "", "1 x 1 GPUs, on the trainer's GPUs"),
+        ([], "--ray-address ray://head:10001", "1 x 1 GPUs, on the trainer's GPUs"),
+    ],
+)
+def test_plan_says_where_the_engines_run(
+    gpus: list[int], words: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.flows.inspect.dry_run.visible_gpu_bytes", lambda: gpus)
+    config = derive(parse_config(["--run", "r", "--hf-checkpoint", str(tmp_path), *words.split()]))
+    assert describe_engines(config) == shown
 
 
 @pytest.mark.parametrize(

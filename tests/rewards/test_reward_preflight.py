@@ -189,6 +189,33 @@ def test_reward_that_fails_every_test_sample_is_rejected(
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("signature", "group_rm", "form"),
+    [
+        ("completions, **kw", False, "a reward is f(args, sample) -> float"),
+        ("data_source, solution_str, ground_truth", False, "a reward is f(args, sample) -> float"),
+        ("completions", True, "a reward is f(args, samples) -> list of floats"),
+    ],
+)
+def test_reward_with_the_signature_of_another_trainer_is_told_the_form(
+    signature: str, group_rm: bool, form: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"def grade({signature}): return 1.0\n")
+    with pytest.raises(InputError) as error:
+        try_reward_on_test_samples(options(custom_rm_path=f"{path}:grade", group_rm=group_rm), [GOOD])
+    assert form in str(error.value) and "docs/coming-from.md" in str(error.value)
+
+
+def test_reward_that_fails_without_a_label_is_told_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def reward_func(args, sample): return float(int(sample.label) == 5)\n")
+    config = options(custom_rm_path=str(path))
+    with pytest.raises(RewardError, match=r"fix the reward, or name the column of its labels with --label-key;"):
+        try_reward_on_test_samples(config, [RewardRow("r")])
+    assert len(try_reward_on_test_samples(config, [GOOD])) == 3
+
+
 def test_reward_is_called_on_finished_samples_and_may_fail_some(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(

@@ -117,6 +117,10 @@ def test_rows_do_not_depend_on_the_format(written: Callable[[Rows], Path], tmp_p
         assert rows_of(path, label_key="answer", **options) == expected, options
 
 
+def test_column_names_of_every_format_include_those_not_read(written: Callable[[Rows], Path]) -> None:
+    assert prompt_files.read_column_names(f"{written(text_rows(4))}@[1:3]") == ["input", "answer", "metadata"]
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_slices_of_every_format_are_those_of_a_list(

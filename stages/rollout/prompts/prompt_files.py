@@ -103,6 +103,18 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
     return read
 
 
+def read_column_names(entry: str) -> list[str]:
+    """Return the names of the columns of an entry of --prompt-data, which has rows. Raises DataError."""
+    files = _Files.find(parse_slice(entry)[0])
+    for name, file in files.files:
+        with files.open(name, file) as opened:
+            if _suffix(name) in COLUMNAR:
+                return list(field_names(open_batches(opened, _suffix(name), 1)[0]))
+            for block in _csv_blocks(opened, name) if _suffix(name) in CSV else _jsonl_blocks(opened, name):
+                return list(next(block.records())[1])
+    return []
+
+
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
     """Split `path@[a:b]` into (path, a, b); a missing number is None."""
     match = _SLICE.fullmatch(entry)
