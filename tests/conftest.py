@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import setuptools  # noqa: F401  # torch cannot import it after the standard library's distutils, which a test may load first
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # started with `nohup`, programs of the tests would ignore it
 
