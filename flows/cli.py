@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         stop_signals.install()
         stop_signals.start_watchdog()
-        if logging.lastResort is not None:  # the handler that prints warnings for which there is no other handler
+        if logging.lastResort is not None:  # it prints warnings that have no other handler
             logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -269,7 +269,7 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
 
 def find_checkpoint(config: PostTrainConfig) -> Commit | str:
     """Return the checkpoint that --convert-load names: the path of a directory, or the commit of RUN or RUN/VERSION.
-    Raises OptionError if there is no such checkpoint."""
+    Raises OptionError if it does not exist."""
     name = config.convert.convert_load or ""
     path = Path(name)
     if path.is_dir():

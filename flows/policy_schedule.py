@@ -261,7 +261,7 @@ class PolicyTurns:
             may = self.schedule.may_use(pool, version)
             if may == "never":
                 raise RuntimeError(
-                    f"version {version} is no longer in the engines: a stream has loaded version {pool.version}"
+                    f"version {version} is not in the engines any more: a stream has loaded version {pool.version}"
                 )
             if may == "join":
                 pool.num_users += 1

@@ -16,7 +16,6 @@ evaluation and checkpoint, minus twice the median round. --replay verifies the r
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -51,20 +50,14 @@ BLOCK = 10  # rounds of which a mean is reported
 KILL_DELAY = 2.0  # seconds after the update of a round in which a process is killed: about a round
 
 
-def make_run_parser(description: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of a training of the real model, by Penstock or by a peer."""
-    parser = make_parser(description)
+def main() -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("directory", type=Path, help="directory for all files and logs")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--data", type=Path, required=True, help="directory that examples/smollm2/data.py wrote")
-    parser.add_argument("--name", default=name, help="name of the run, followed by its seed")
+    parser.add_argument("--name", default="grpo", help="name of the run, followed by its seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=100)
-    return parser
-
-
-def main() -> int:
-    parser = make_run_parser(__doc__, "grpo")
     parser.add_argument("--kills", type=int, default=0, help="number of kills, at most one in three rounds")
     parser.add_argument("--replay", help='rounds to replay after the run: "0,50,99" or "all"')
     options = parse_options(parser)

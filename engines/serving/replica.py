@@ -59,7 +59,7 @@ class Replica(ABC):
 
     def finish_adoption(self) -> None:  # noqa: B027
         """Wait until a server of an earlier driver is adopted, or start a new server if the earlier server is dead or
-        was started with another `ServerSpec`. Does nothing if there is no server to adopt."""
+        was started with another `ServerSpec`. Does nothing without a server to adopt."""
 
     @abstractmethod
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:

@@ -55,7 +55,7 @@ class SGLangClient(EngineClient):
 
     Args:
         urls, timeout: see `EngineBackend.connect`. If `urls` is a function, a request waits while no engine is live,
-            and is sent again if its engine is no longer in the list.
+            and is sent again if its engine has left the list.
         num_tries: maximum number of tries of a request. Tries that ended with a retryable HTTP status count; those that
             ended with a connection error count only if `urls` is a fixed list.
         experts, router: see `EngineBackend.connect`. All requests except generation are sent directly to the engines.

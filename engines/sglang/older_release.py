@@ -114,8 +114,8 @@ def reason_against_adapters(gpus_per_engine: int, *, compare: bool) -> str | Non
 
 
 def update_fields(path: str) -> dict[str, Any]:
-    """Return the fields with which a request to `path` does not change the draft layers of speculative decoding. For a
-    broadcast there is no such field, because broadcasts never reach the draft layers."""
+    """Return the fields with which a request to `path` does not change the draft layers of speculative decoding. A
+    broadcast needs none: it never reaches the draft layers."""
     return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
 
 

@@ -35,7 +35,7 @@ SYSTEM_CALLS = {
     "x86_64": (0xC000003E, (29, 319, 68, 64, 447, 248, 249, 250, 321, 298, 323, 425)),
     "aarch64": (0xC00000B7, (194, 279, 186, 190, 447, 217, 218, 219, 280, 241, 282, 425)),
 }
-NOBODY = 65534  # user and group id of the model's code if this process runs as root
+UNPRIVILEGED = 65534  # user and group id of the model's code if this process runs as root
 OVERTIME, KILLED, FAILED = 124, 137, 125  # exit codes of the supervisor
 
 
@@ -178,8 +178,8 @@ def become_nobody(is_root: bool, limits: Limits) -> None:
     """Drop all rights of this process, and set its limits, by which it cannot start other processes."""
     if is_root:
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(UNPRIVILEGED)
+        os.setuid(UNPRIVILEGED)
     system_call("unshare", NEW_USER)  # without a map of users: exec then drops all capabilities
     os.chroot("/jail")  # the kernel refuses further user namespaces to a process in a chroot
     os.chdir("/tmp")

@@ -84,7 +84,7 @@ def compare_main(argv: list[str]) -> int:
 
 def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str, dict[str, Commit]]:
     """Return (RUN/VERSION, data set -> commit of its evaluation) for the text RUN/VERSION, or RUN, which means the
-    newest evaluated version of the run. Raises RunError if there is no finished evaluation."""
+    newest evaluated version of the run. Raises RunError if no evaluation is finished."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]

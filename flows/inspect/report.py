@@ -76,8 +76,8 @@ def is_other_file(path: Path) -> bool:
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
-    """Return the HTML of a run's report, with at most `max_samples` samples. Raises RunError if there is no such
-    run."""
+    """Return the HTML of a run's report, with at most `max_samples` samples. Raises RunError if the run
+    does not exist."""
     keys = RunKeys(run)
     record = read_run_record(store, keys)
     if record is None:
@@ -124,7 +124,7 @@ def read_token_texts(
     store: Store, record: RunRecord, commits: Sequence[Commit], token_ids: Sequence[int]
 ) -> dict[int, str]:
     """Return the texts of tokens: id -> text. Shards contain only ids, so the texts come from the tokenizer of the
-    run's newest export or of its model. Return {} if there is no tokenizer file."""
+    run's newest export or of its model. Return {} without a tokenizer file."""
     exports = [commit for commit in commits if commit.kind == "export"]
     for commit in exports[-1:]:
         if f"{commit.attempt}/tokenizer.json" in [file.path for file in commit.files]:

@@ -57,7 +57,7 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
     for index in range(rollout_id, rollout_id - NUM_ROUNDS, -1):
         step = store.committed(keys.step_prefix(index)) if index >= 0 else None
         norm = step.summary.get("train/grad_norm") if step else None
-        if norm is None:  # there is no such round, or it trained only the critic
+        if norm is None:  # the round does not exist, or it trained only the critic
             return None
         rollout = store.committed(keys.rollout_prefix(index))
         if norm > _TINY and not (group_relative and rollout and _every_group_has_equal_rewards(rollout.summary)):

@@ -423,16 +423,16 @@ def unused_template_warning(config: Plan, tokenizer: PromptTokenizer, graded: li
     is_chosen = "apply_chat_template" in entries_of(config.given, "rollout")
     if is_chosen or config.rollout.apply_chat_template or not tokenizer.inner.chat_template:
         return None
-    for rollout in graded:
-        rows = [] if rollout.custom_generate_function_path else read_first_rows(rollout)[:1]
-        for row in rows:
-            if not any(token in row.prompt for token in tokenizer.end_tokens):
-                return (
-                    f"the tokenizer of --hf-checkpoint has a chat template, but the prompts are plain text "
-                    f"({row.prompt[:100]!r} in {row.where}): give --apply-chat-template, or --apply-chat-template "
-                    "false if the model should get the text as it is"
-                )
-    return None
+    rendered = [rollout for rollout in graded if not rollout.custom_generate_function_path]
+    first_rows = [row for rollout in rendered for row in read_first_rows(rollout)[:1]]
+    plain = [row for row in first_rows if not any(token in row.prompt for token in tokenizer.end_tokens)]
+    if not plain:
+        return None
+    return (
+        "the tokenizer of --hf-checkpoint has a chat template, but the prompts are plain text "
+        f"({plain[0].prompt[:100]!r} in {plain[0].where}): give --apply-chat-template, or --apply-chat-template "
+        "false if the model should get the text as it is"
+    )
 
 
 def _may_grade_itself(rollout: RolloutConfig) -> bool:

@@ -501,7 +501,7 @@ class ActiveRun:
 
 def check_not_driven(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> None:
     """Check that no process of this machine drives the run, except the holder of `own_lease`. The lease of another
-    machine is no reason to refuse a command: the machine may be lost."""
+    machine does not refuse a command, because that machine may be lost."""
     if drivers := describe_live_drivers(store, keys, own_lease=own_lease, is_here=True):
         raise RunError(f"run {keys.run!r} is driven by {drivers[0]}: wait until that process ends, or stop it")
 

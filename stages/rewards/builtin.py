@@ -355,7 +355,7 @@ def exact_number(sample: Sample) -> float:
 
 
 def to_integer(label: str) -> str:
-    """Return the integer that a label states as digits: 2.00 as 2. Raises RewardError if the label is no integer."""
+    """Return the integer that a label states as digits: 2.00 as 2. Raises RewardError for any other label."""
     match = _WHOLE_NUMBER.fullmatch(label)
     if match is None:
         raise RewardError(

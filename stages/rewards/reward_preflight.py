@@ -80,9 +80,7 @@ def _is_json_of_texts(label: str) -> bool:
 def _rows_with_builtin_reward(options: RolloutConfig, rows: Sequence[RewardRow]) -> list[tuple[RewardRow, str]]:
     """Return the rows that a built-in reward grades, each with the name of its reward."""
     return [
-        (row, builtin_reward_name(row.metadata, options.rm_type))
-        for row in rows
-        if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))
+        (row, builtin_reward_name(row.metadata, options.rm_type)) for row in rows if not _is_user_defined(options, row)
     ]
 
 

@@ -528,15 +528,18 @@ def list_leaves(values: Any) -> Iterator[Any]:
         yield from list_leaves(value) if isinstance(value, dict) else [value]
 
 
+def sft_words(model: Path, own: str) -> list[str]:
+    """The words after `penstock deploy` for a small SFT run with the options `own`."""
+    data = "--prompt-data data.jsonl --input-key messages --rollout-batch-size 8 --n-samples-per-prompt 1 --lr 1e-3"
+    return f"sft {own} --store store --hf-checkpoint {model} {data}".split()
+
+
 @pytest.mark.integration
 def test_same_kill_twice_and_invalid_input_end_the_retries(
     client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
 ) -> None:
     add_rows(tmp_path / "data.jsonl", 0, 16)
-    words = (
-        f"sft --name stuck --retries 5 --run s --store store --num-rollout 2 --hf-checkpoint {tiny_model} "
-        "--prompt-data data.jsonl --input-key messages --rollout-batch-size 8 --n-samples-per-prompt 1 --lr 1e-3"
-    ).split()
+    words = sft_words(tiny_model, "--name stuck --retries 5 --run s --num-rollout 2")
     penstock_deploy(up[2], tmp_path, words)
     fire(client, "sft/stuck")
     kill_flow_run_at("train-mid-step", up)
@@ -569,10 +572,7 @@ def paused_or_lost(
     its worker and flow run, the worker first. The page says after SILENCE that a silent flow run has crashed."""
     deploy.ensure_zombie_automation(up[0], after=SILENCE, name="soon, for tests of pauses")
     add_rows(folder / "data.jsonl", 0, 32)
-    words = (
-        f"sft --name {name} --retries 2 --run {name} --store store --num-rollout-per-start 2 --hf-checkpoint {model} "
-        "--prompt-data data.jsonl --input-key messages --rollout-batch-size 8 --n-samples-per-prompt 1 --lr 1e-3"
-    ).split()
+    words = sft_words(model, f"--name {name} --retries 2 --run {name} --num-rollout-per-start 2")
     penstock_deploy(up[2], folder, words)
     fire(client, f"sft/{name}")
     faults = up[2].parent / "faults"

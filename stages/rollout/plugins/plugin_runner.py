@@ -127,7 +127,7 @@ class _Call:
                 self.result.set_exception(error)
 
     def cancel(self) -> None:
-        """Cancel the call; its result is no longer needed."""
+        """Cancel the call; its result is not needed any more."""
         self.abandoned = True
         self.plugin_loop.calls.discard(self)
         self.plugin_loop.loop.call_soon_threadsafe(lambda: self.task is not None and self.task.cancel())
