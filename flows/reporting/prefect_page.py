@@ -144,8 +144,8 @@ class PrefectPage(Observer):
         self._changed.set()
 
     def __enter__(self) -> Self:
-        """Name and tag the flow run, create the artifact, and mark earlier flow runs as crashed whose driver was
-        killed."""
+        """Name and tag the flow run, create the artifact, and mark earlier flow runs whose driver was killed as
+        crashed."""
         run, config = self.run, self.run.config
         tags = [f"run:{run.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
         if config.run.generates_ahead:
