@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jsonl_tracker import JsonlTracker
 from tracked_run import CONFIG, KEYS, RUN, commits, track
-from wandb_files import read_history
+from wandb_files import read_history, wait_for_end
 
 from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import RunTracking
@@ -86,6 +86,7 @@ def wandb_content(directory: Path) -> dict[str, Any]:
     """The same from the files of offline runs. Points that were sent twice are equal, and count once."""
     from penstock.storage.tracking.wandb import RECORD, STEP
 
+    wait_for_end(directory, RUN.identity)
     rows = read_history(directory, RUN.identity)
     points = {(name, row[STEP], value) for row in rows for name, value in row.items() if "/" in name}
     files = b"".join(path.read_bytes() for path in directory.rglob("*.wandb"))
