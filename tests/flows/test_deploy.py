@@ -510,7 +510,7 @@ def test_killed_flow_run_is_run_again_at_three_stages(
     assert tags == [[], ["retry:1/3"], ["retry:2/3"], ["retry:3/3"]]
     assert "next start resumes after 2 rounds" in runs[2].state.message
     [page] = [a for a in client.read_artifacts() if a.key == "run-k" and str(a.flow_run_id) == str(runs[3].id)]
-    assert "retry 3 of 3, " in str(page.data)
+    assert page.description.startswith("retry 3 of 3, round 2, reward ")
     store, keys = Store(str(tmp_path / "store")), RunKeys("k")
     assert audit_run(store, keys).problems == []
     trained: Counter[str] = Counter()
@@ -613,7 +613,9 @@ def test_paused_flow_run_continues_and_its_retry_adds_no_rounds(
         until(lambda: flow_runs_of(client, f"sft/{name}")[0].state_name == "Crashed", up[2])
     for process in paused:
         process.resume()
-    until(lambda: [run.state_type for run in flow_runs_of(client, f"sft/{name}")][-1] == StateType.COMPLETED, up[2])
+    # a retry is scheduled only if the page called the silent flow run crashed, which a paused server may not do
+    least = 1 if pauses_server else 2
+    until(lambda: [run.state_name for run in flow_runs_of(client, f"sft/{name}")].count("Completed") >= least, up[2])
     store, keys = Store(str(tmp_path / "store")), RunKeys(name)
     until(lambda: read_starts(store, keys)[-1][1], up[2])
     states, rounds = states_and_rounds(client, tmp_path, name)
