@@ -242,7 +242,8 @@ def missing_gpus(plan: Plan) -> Iterator[tuple[str, str]]:
 def plan_rows(flow: Flow, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
     """Yield the rows of the plan: model, rounds, batches, engines, sizes of weights and samples, evaluations."""
     run, train = config.run, config.train
-    yield "run", f"{run.run} in {run.store}"
+    yield "run", run.run
+    yield "store", run.store
     if shape is not None:
         number = shape.num_parameters
         size = f"{number / 1e9:.2f} B" if number >= 1e7 else f"{number:,}"
