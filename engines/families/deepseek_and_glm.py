@@ -21,8 +21,6 @@ from penstock.engines.families.tensor_rows import (
     TensorRow,
     attention_rows,
     embedding_rows,
-    mla_rows,
-    mlp_rows,
     norm_rows,
     unconverted_layer_row,
 )
@@ -97,18 +95,6 @@ def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts
     )
 
 
-def deepseek_v3_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the table of Megatron and Hugging Face tensor names of a DeepSeek-V3 model. RoPE dimensions have the same
-    order in both formats, because the Megatron model also applies interleaved RoPE."""
-    input_norm, mlp_norm = norm_rows(shape)
-    return [*embedding_rows(shape), input_norm, *mla_rows(shape), mlp_norm, *mlp_rows(shape)]
-
-
-def expert_entries(num_dense: int, num_layers: int) -> dict[str, Any]:
-    """Return the config.json entries that set the number of dense layers before the MoE layers."""
-    return {"first_k_dense_replace": num_dense}
-
-
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -138,8 +124,7 @@ DEEPSEEK_V3 = Family(
         rope_interleave=True,
     ),
     read=lambda config: _read_latent_model(config, config["first_k_dense_replace"] or 0),
-    rows=deepseek_v3_rows,
-    expert_entries=expert_entries,
+    expert_entries=lambda num_dense, num_layers: {"first_k_dense_replace": num_dense},
 )
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
@@ -169,7 +154,6 @@ GLM4_MOE_LITE = Family(
         rope_interleave=True,
     ),
     read=glm4_moe_lite_shape_fields,
-    rows=deepseek_v3_rows,
     expert_entries=lambda num_dense, num_layers: {
         "first_k_dense_replace": num_dense,
         "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense),
@@ -264,5 +248,5 @@ GLM4_MOE = Family(
         norm_topk_prob=True,
     ),
     read=glm4_moe_shape_fields,
-    expert_entries=expert_entries,
+    expert_entries=lambda num_dense, num_layers: {"first_k_dense_replace": num_dense},
 )
