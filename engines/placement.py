@@ -56,13 +56,6 @@ class Slot:
     gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
     node: str = ""  # Ray's node id; "" if Ray chooses the node
 
-    @classmethod
-    def on_node(cls, node: str) -> Slot:
-        """Return the placement of a process without GPUs on a node."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
-
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
     """Return the number of each process's first GPU. The GPUs of a run are numbered, node after node. Each process has
@@ -143,11 +136,9 @@ class Placement:
         Ray notices the death of a node only after some seconds. Until then it would place an actor there, which fails.
         """
         nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
-        if self._cluster.ray.util.client.ray.is_connected():  # outside of the nodes' network no port can be tested
-            return order_nodes(nodes)
-        return order_nodes(
-            [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
-        )
+        if not self._cluster.ray.util.client.ray.is_connected():  # outside of the nodes' network no port can be tested
+            nodes = [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
+        return order_nodes(nodes)
 
     @property
     def num_gpus(self) -> int:
@@ -189,10 +180,12 @@ class Placement:
             return [self._gpu_slot(gpus[start : start + gpus_per_process], alive) for start in starts]
         if self._cluster.owned or not gpus_per_process:
             return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
-        nodes = self._cpu_nodes()
-        return [
-            Slot.on_node(str(nodes[index * len(nodes) // num_processes]["NodeID"])) for index in range(num_processes)
-        ]
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ids = [str(node["NodeID"]) for node in self._cpu_nodes()]
+        chosen = [ids[index * len(ids) // num_processes] for index in range(num_processes)]
+        strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in chosen]
+        return [Slot({"num_cpus": 0, "scheduling_strategy": s}, node=node) for s, node in zip(strategies, chosen)]
 
     def _cpu_nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the run on a cluster without GPUs."""

@@ -192,7 +192,7 @@ class RayReplica(Replica):
 
     def _new_actor(self, rank: int, slot: Slot) -> Any:
         """Return a new actor for the server process with a node rank."""
-        remote_class = self.cluster.ray.remote(self.backend.server_class())
+        remote_class = self.cluster.ray.remote(self.backend.server_class)
         options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank, self.spec.role))}
         deadline = time.monotonic() + NAME_TIMEOUT
         while True:

@@ -104,6 +104,7 @@ class SGLangBackend(EngineBackend):
         "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. The flags of "
         "SGLang's router have the prefix --router-."
     )
+    server_class = SGLangServer
     capabilities = frozenset(Capability)
     packages: ClassVar = {"sglang": "", "sglang-router": "0.3."}
     processes: ClassVar = {
@@ -146,9 +147,6 @@ class SGLangBackend(EngineBackend):
         from penstock.engines.sglang.client import SGLangClient
 
         return SGLangClient(urls, timeout, experts=experts, router=router)
-
-    def server_class(self) -> type[EngineServer]:
-        return SGLangServer
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)

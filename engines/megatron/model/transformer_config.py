@@ -19,11 +19,11 @@ from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScali
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.parallel_layout import (
     ParallelLayout,
-    can_group_experts,
     check_grouped_experts,
     check_model_parallel,
     check_pipeline,
     has_grouped_experts,
+    unaligned_row,
 )
 from penstock.storage.errors import OptionError
 
@@ -126,8 +126,7 @@ def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, over
     decide this; without them grouped GEMMs are used on GPUs on which the kernels were tested. Raises OptionError if the
     options need what the model or the GPU does not have."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
-    default = has_kernel and can_group_experts(shape, expert_tensor, size)
-    is_grouped = has_grouped_experts(shape, overrides, default)
+    is_grouped = has_grouped_experts(shape, overrides, has_kernel and not unaligned_row(shape, expert_tensor, size))
     if is_grouped:
         check_grouped_experts(shape, expert_tensor, size)
     if is_grouped and torch.cuda.is_available() and not has_kernel:
