@@ -137,11 +137,11 @@ class TensorLayout:
         self._rows: dict[str, tuple[Op, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
         for row in rows:
             assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
-        outside = [(0, row) for row in rows if row.layers is None]
-        ordered = [(layer, row) for layer in range(shape.num_layers) for row in rows if layer in (row.layers or ())]
-        first = [entry for entry in outside if entry[1].megatron.startswith("embedding.")]
-        last = [entry for entry in outside if entry not in first]
-        for layer, row in [*first, *ordered, *last]:  # in the order of `megatron_names`
+        outside = [row for row in rows if row.layers is None]
+        first = [(0, row) for row in outside if row.megatron.startswith("embedding.")]
+        of_layers = [(layer, row) for layer in range(shape.num_layers) for row in rows if layer in (row.layers or ())]
+        last = [(0, row) for row in outside if not row.megatron.startswith("embedding.")]
+        for layer, row in [*first, *of_layers, *last]:  # in the order of `megatron_names`
             for expert in range(row.num_experts):
                 names = {name.format(layer=layer, expert=expert): size for name, size in row.hf.items()}
                 self._rows[row.megatron.format(layer=layer, expert=expert)] = (row.op, tuple(names))
