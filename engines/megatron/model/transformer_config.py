@@ -8,7 +8,6 @@ The configuration's fields come from the checkpoint and the parallel layout (fix
 from __future__ import annotations
 
 import dataclasses
-import os
 from importlib.metadata import distributions
 from typing import Any, Literal
 
@@ -267,13 +266,17 @@ def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) 
     if backend in ("unfused", "local"):
         return "padded"
     kernel = torch_attention_kernel(dtype)
+    found = f"{dtype} on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'a CPU'}"
     if backend == "torch":
         if kernel == "padded":
-            raise OptionError(
-                f"--attention-backend torch needs bf16 on a GPU; found {dtype} on {_device_name()}: use auto"
-            )
+            raise OptionError(f"--attention-backend torch needs bf16 on a GPU; found {found}: use auto")
         return kernel
-    problem = _fa4_problem(dtype, shape)
+    widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
+    problem = "" if widths in FA4_WIDTHS else f"heads of {widths}"  # why FlashAttention-4 does not work
+    if not runs_hopper_kernels(dtype):
+        problem = found
+    elif not any(distributions(name=FA4)):
+        problem = "no such package"
     if backend == "fa4" and problem:
         raise OptionError(
             f"--attention-backend fa4 needs bf16 on a Hopper GPU, the package {FA4}, and heads "
@@ -290,24 +293,3 @@ def runs_hopper_kernels(dtype: str) -> bool:
 def torch_attention_kernel(dtype: str) -> AttentionKernel:
     """Return the faster of torch's two kernels that works for `dtype` on this machine."""
     return "torch" if torch.cuda.is_available() and dtype == "bf16" else "padded"
-
-
-def prepare_fa4() -> None:
-    """Pass the GPU's number of processors to FlashAttention-4, which otherwise asks the driver in every forward pass:
-    10 % of the host's time in a step of a 0.6B model on an H100."""
-    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", str(processors))
-
-
-def _fa4_problem(dtype: str, shape: ModelShape) -> str:
-    """Return why FlashAttention-4 does not work with this model on this machine, or "" if it does."""
-    widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
-    if not runs_hopper_kernels(dtype):
-        return f"{dtype} on {_device_name()}"
-    if not any(distributions(name=FA4)):
-        return "no such package"
-    return "" if widths in FA4_WIDTHS else f"heads of {widths}"
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
