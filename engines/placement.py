@@ -176,8 +176,20 @@ class Placement:
             starts = first_gpus(num_processes, gpus_per_process, first_gpu, self.gpus_per_node)
             self._reserve(starts[-1] + gpus_per_process)
             gpus = [gpu for block in self._blocks for gpu in block]
-            alive = {node["NodeID"] for node in self.alive_nodes()}
-            return [self._gpu_slot(gpus[start : start + gpus_per_process], alive) for start in starts]
+            alive, slots = {node["NodeID"] for node in self.alive_nodes()}, []
+            for own in (gpus[start : start + gpus_per_process] for start in starts):
+                if len({gpu.node for gpu in own}) > 1:
+                    raise LayoutError(
+                        f"the {len(own)} GPUs of one process are on several nodes, but must be on one node: set "
+                        "--num-gpus-per-node to the number of GPUs of the smallest node"
+                    )
+                node = own[0].node
+                if node not in alive:
+                    raise NodeLost(f"the node {node} with GPUs of the run does not answer: restart it with `ray start`")
+                strategy = self._strategy(own[0].group, own[0].bundle)
+                options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
+                slots.append(Slot(options, tuple(gpu.gpu_id for gpu in own), node))
+            return slots
         if self._cluster.owned or not gpus_per_process:
             return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -201,20 +213,6 @@ class Placement:
                 "with `ray start --address`, or lower --actor-num-nodes"
             )
         return nodes[:needed]
-
-    def _gpu_slot(self, gpus: Sequence[Gpu], alive: set[str]) -> Slot:
-        """Return the placement of one process on these GPUs, which must be on one of the nodes `alive`."""
-        first = gpus[0]
-        if len({gpu.node for gpu in gpus}) > 1:
-            raise LayoutError(
-                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one node: set "
-                "--num-gpus-per-node to the number of GPUs of the smallest node"
-            )
-        if first.node not in alive:
-            raise NodeLost(f"the node {first.node} with GPUs of the run does not answer: restart it with `ray start`")
-        strategy = self._strategy(first.group, first.bundle)
-        options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
-        return Slot(options, tuple(gpu.gpu_id for gpu in gpus), first.node)
 
     # ---- placement groups --------------------------------------------------------------------------------------------
 
