@@ -86,28 +86,14 @@ class MegatronBackend(TrainBackend):
         init_parallel(rank, num_ranks, rendezvous, layout, threads, timeout=timeout)
 
     def build(self, build: EngineBuild) -> MegatronEngine:
-        from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
+        from penstock.engines.megatron.engine import MegatronEngine
 
-        if build.deterministic:
-            use_deterministic_kernels()
-        trained = {"frozen": frozen_parameters(build.shape, build.freeze, build.only_train), "lora": build.lora}
-        engine = MegatronEngine(
-            build.shape,
-            build.layout,
-            dtype=build.dtype,
-            optimizer=build.optimizer | trained,
-            overrides=build.options,
-            seed=build.seed,
-            role=build.role,
-        )
-        for chunk in engine.chunks:
-            chunk.fp32_head = build.fp32_head
-        return engine
+        return MegatronEngine(build)
 
     def is_written_by_rank(self, rank: int, name: str) -> bool:
-        from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
-
-        return is_written_by_rank(rank, name)
+        # `name` may include a subdirectory; rank 0 writes all files without a rank in their name.
+        owner = re.fullmatch(r"(?:.+/)?__(\d+)_\d+\.distcp", name)
+        return rank == (int(owner[1]) if owner else 0)
 
     def bytes_used(self) -> tuple[int, int]:
         from penstock.engines.megatron.residency import device_and_host_bytes_used

@@ -31,7 +31,7 @@ from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
-from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
+from penstock.engines.local_gpus import ReadCounters, energy_metric
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.collect import (
     CollectedGroups,
@@ -109,7 +109,7 @@ class RolloutContext:
     stop: StopRequest | None = None  # set on preemption: finished groups are then journaled for the next attempt
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
-    read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
+    read_counters: ReadCounters = dict  # reads the energy counters of the engines' GPUs
     serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
 

@@ -330,13 +330,14 @@ class TrainActor:
         """
         from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
         from penstock.engines.network import node_address
-        from penstock.engines.serving.endpoints import set_api_keys
+        from penstock.engines.serving.endpoints import set_api_key
 
         own_version = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version.removeprefix(REFERENCE) == own_version, (
             f"asked to publish {version}, but this rank holds {self._state}"
         )
-        set_api_keys(keys)
+        for url, key in keys.items():
+            set_api_key(url, key)
         self._urls = urls
         if transport.host is None:
             transport = replace(transport, host=node_address(self.spec.network_interface))

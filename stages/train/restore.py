@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
+from penstock.engines.local_gpus import ReadCounters, energy_metric
 from penstock.engines.training import train_backend
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
@@ -69,7 +69,7 @@ class PolicyRestorer:
         *,
         provenance: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] = lambda message: None,
-        read_counters: ReadCounters = no_counters,
+        read_counters: ReadCounters = dict,
     ) -> None:
         self.read_counters = read_counters
         self.store, self.keys, self.group, self.base = store, keys, group, base

@@ -23,7 +23,7 @@ from penstock.storage.commit import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.store import Store
-from tests.engines.megatron_reference import OPTIMIZER
+from tests.engines.megatron_reference import make_engine
 from tests.families import make_family
 
 KEYS = RunKeys("old")
@@ -43,10 +43,7 @@ def commit_checkpoint(store: Store, prefix: str, save: Any, **fields: Any) -> Co
 
 def save_run(model: Path, store: Store, overrides: dict[str, Any]) -> Any:
     """Commit a base and a checkpoint of random adapters on it; return their engine."""
-    from penstock.engines.megatron.engine import MegatronEngine
-
-    options = {**OPTIMIZER, "lora": LORA}
-    engine = MegatronEngine(read_shape(model), dtype="fp32", optimizer=options, overrides=overrides, seed=5)
+    engine = make_engine(read_shape(model), overrides, lora=LORA, seed=5)
     generator = torch.Generator().manual_seed(7)
     for param in engine.chunks[0].adapters.parameters():
         param.data.copy_(0.1 * torch.randn(param.shape, generator=generator))

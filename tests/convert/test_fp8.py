@@ -120,7 +120,7 @@ def test_fp8_source_converts_to_bf16_and_exports_to_the_same_fp8(quantized: Path
     back = Path(export_to(store, model.uri, Origin(assets), str(tmp_path / "bf16")).uri)
     layout = tensor_layout(read_shape(back))
     with HFWeights(back) as weights:
-        assert {info.dtype for name, info in weights.info.items() if name in layout.hf_names()} == {
+        assert {info.dtype for name, info in weights.info.items() if name in layout.hf_shapes} == {
             torch.bfloat16,
             torch.float32,
         }

@@ -277,7 +277,7 @@ def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleName
     store, base, group = world.store, world.base, world.trainer
     PolicyRestorer(store, KEYS, group, base).restore(3)
     group.publish(engine_pool.urls, "run/3")
-    assert [replica.weight_version() for replica in engine_pool._replicas] == ["run/3"]
+    assert [replica.weight_version() for replica in engine_pool.replicas] == ["run/3"]
 
     prompts = [[2, *range(10 + i, 15 + i), 1, 3] for i in range(4)]
     rows = asyncio.run(generated(engine_pool.urls, prompts))
