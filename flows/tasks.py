@@ -23,7 +23,8 @@ from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
-from penstock.stages.convert.targets import copy_export, is_conversion_of, is_published
+from penstock.stages.convert.targets import is_conversion_of, is_published
+from penstock.stages.convert.work import copy_export
 from penstock.stages.eval.scores import Gate, compute_eval_metrics
 from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_stage
 from penstock.stages.rollout.prompts.data_source import RolloutRound

@@ -40,10 +40,12 @@ from penstock.stages.convert.targets import (
     CARRIED,
     DirectoryTarget,
     FingerprintMemo,
+    Origin,
     StoreTarget,
     Target,
     assets_hash,
     check_free_space,
+    checkpoint_fingerprint,
     copy_assets,
     fingerprint_key,
     header_hash,
@@ -53,7 +55,7 @@ from penstock.stages.convert.targets import (
     record_fingerprint,
     stat_hash,
 )
-from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
+from penstock.stages.convert.to_hf import checkpoint_files
 from penstock.stages.convert.torch_dist_files import (
     UNIT_BYTES,
     Slice,

@@ -10,8 +10,8 @@ from converted import check_same_tensors, commit_of
 from families import FAMILIES, make_family
 
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.targets import CARRIED
-from penstock.stages.convert.to_hf import Origin, export_hf, export_to
+from penstock.stages.convert.targets import CARRIED, Origin
+from penstock.stages.convert.to_hf import export_hf, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.store import Store
 
