@@ -142,7 +142,7 @@ class Display:
         shown = STAGES.get(name, name)
         title = shown if rollout_id is None else f"{shown}, round {rollout_id}"
         if name in _WAITS:
-            self.note_wait(_WAITS[name].format(model=self.model))
+            self.note_wait(_WAITS[name])
         with self.panel.activity(title, shown):
             yield
 
@@ -241,7 +241,6 @@ class Display:
 
 _ENGINES = "waiting for the engines (they load the model)"
 _WAITS = {  # stage -> what its first start waits for
-    "convert": "converting {model}, unless the store has it",
     "evaluate_one": _ENGINES,
     "rollout": _ENGINES,
 }

@@ -278,15 +278,39 @@ def record_fingerprint(store: Store, stat_hash: str, fingerprint: str) -> None:
 
 def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool:
     """Return whether the store's `model` was converted from the files that are in `directory` now. False if this is
-    unknown without a conversion, because the directory has been written or copied since."""
+    unknown (`known_source`)."""
+    source = known_source(store, directory)
+    name = model.key.removesuffix(commit_key(""))
+    return source is not None and name.startswith(f"models/{source}") and store.committed(name) is not None
+
+
+def find_conversion(store: Store, directory: str, mtp: Mtp, family_path: str | None) -> CheckpointRef | None:
+    """Return the store's model that was converted from the files that are in `directory` now. None if there is none, or
+    if this is unknown (`known_source`)."""
+    identity = known_source(store, directory)
+    if identity is not None and not is_converted(directory):
+        identity = conversion_identity(identity, read_shape(directory, family_path), keeps_mtp=mtp == "keep")
+    return None if identity is None else StoreTarget(store, "").find_published(identity)
+
+
+def known_source(store: Store, directory: str) -> str | None:
+    """Return the name of the model that `penstock convert --save` wrote to a directory, or else the recorded
+    fingerprint of its Hugging Face files. None if it is unknown without a conversion, because the directory has been
+    written or copied since."""
     if is_converted(directory):
         record = read_record(*open_parent_store(directory))
-        source = record.state.get("identity") if record else None
-    else:
-        memo = store.read_record(FingerprintMemo, fingerprint_key(stat_hash(Path(directory))))
-        source = memo.fingerprint if memo else None
-    name = model.key.removesuffix(commit_key(""))
-    return bool(source) and name.startswith(f"models/{source}") and store.committed(name) is not None
+        return record.state.get("identity") if record else None
+    memo = store.read_record(FingerprintMemo, fingerprint_key(stat_hash(Path(directory))))
+    return memo.fingerprint if memo else None
+
+
+def conversion_identity(fingerprint: str, shape: ModelShape, keeps_mtp: bool, names: str = "local") -> str:
+    """Return the name of a conversion's result: the source's fingerprint, with suffixes for options that change the
+    result. `keeps_mtp`: the source has multi-token prediction layers, and the result keeps them."""
+    mtp = "-mtp" if keeps_mtp else ""
+    suffix = "" if names == "local" else f"-{names}"
+    family = f"-family-{source_hash(shape.family_path)}" if shape.family_path else ""
+    return fingerprint + mtp + suffix + family
 
 
 def import_converted_model(store: Store, directory: str) -> CheckpointRef:
