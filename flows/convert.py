@@ -30,6 +30,7 @@ from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.panel import end_wait, show_wait
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, is_run_name
 from penstock.storage.errors import OptionError
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
         existing = copy_own_export(store, checkpoint, options) or existing_export(store, checkpoint, options)
     elif options.convert_verify or (existing := existing_conversion(store, options)) is None:
         return run_flow("convert", config)
-    with progress_bar() as report:
+    with progress_bar(config) as report:
         ref = existing or export_checkpoint(config, report)
     print("\n".join(describe_result(config, ref, read_result_commit(config, ref), time.monotonic() - start)))
     return 0
@@ -156,7 +157,7 @@ def convert(config: PostTrainConfig) -> State[None]:
         config = plan_of("convert", with_hf_checkpoint(config))
         preflight(config)
     start = time.monotonic()
-    with progress_bar() as report:
+    with progress_bar(config) as report:
         if config.convert.convert_load is not None:
             ref = export_checkpoint(config, report)
         else:
@@ -248,12 +249,17 @@ def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[ProgressCallback | None]:
-    """Show a progress bar, and yield its callback (bytes done, total bytes); None if the output is not a terminal."""
-
+def progress_bar(config: PostTrainConfig) -> Iterator[ProgressCallback | None]:
+    """Show a progress bar, and yield its callback (bytes done, total bytes). If the output is not a terminal, print
+    what is converted, and yield None."""
+    end_wait()  # first, because it restores sys.stdout
     console = TerminalConsole(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        yield None
+        show_wait(f"converting {config.convert.convert_load or config.convert.hf_checkpoint}")
+        try:
+            yield None
+        finally:
+            end_wait()
         return
     columns = (
         TextColumn("{task.description}"),
