@@ -13,7 +13,8 @@ from penstock.storage.errors import OptionError
 USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft] [--store URI ...]
 
   Writes a checkpoint of a run (default: the newest) to DIR, a directory or URI. The result becomes visible when it is
-  complete; a killed export resumes.
+  complete; a killed export resumes. If the run has exported this version with the same options, as it does after its
+  last round, these files are copied.
 
   --format hf        Hugging Face files (the default); takes --export-dtype, --vocab-size, --mtp. LoRA adapters are
                      merged into the weights
@@ -57,7 +58,9 @@ def export_adapters(reference: str, output: str, rest: list[str]) -> int:
     _, recorded = read_flow_and_config(config.run, checkpoint.run or "")
     source = recorded.convert
     shape = read_shape(source.hf_checkpoint, source.model_family_path)
+    print(f"writing the adapters of {checkpoint.run}, policy version {checkpoint.policy_version}: 2 files", flush=True)
     ref = export_peft(open_store(config.run, probe=False), checkpoint, shape, source.hf_checkpoint, output)
     size = format_bytes(int(convert.read_result_commit(config, ref).summary["export/num_bytes"]))
-    print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri}")
+    hint = "peft.PeftModel.from_pretrained and --lora-load load it"
+    print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri} ({hint})")
     return 0

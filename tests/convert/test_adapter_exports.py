@@ -17,7 +17,8 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import export_megatron
 from penstock.storage.commit import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError, OptionError
@@ -88,7 +89,10 @@ def test_exports_have_the_adapters_of_experts(
 
     target = tmp_path / "peft"
     words = ["old/3", "--format", "peft", "--output", str(target), "--store", store.root]
-    assert export.main(words) == 0 and "adapters of policy 3 of old" in capsys.readouterr().out
+    assert export.main(words) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "writing the adapters of old, policy version 3: 2 files"
+    assert last.startswith("adapters of policy 3 of old") and f"{target} (peft.PeftModel.from_pretrained" in last
     assert export.main(words) == 0  # the existing result
     check_peft_directory(target, engine.shape, LORA)
     from safetensors.torch import load_file

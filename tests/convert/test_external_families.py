@@ -21,7 +21,8 @@ from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, PluginError

@@ -14,7 +14,8 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.weights.fp8_blocks import dequantize, quantize, should_quantize
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store

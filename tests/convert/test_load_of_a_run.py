@@ -12,7 +12,8 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import import_megatron_checkpoint
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store

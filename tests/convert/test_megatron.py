@@ -11,7 +11,8 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.commit import Commit
 from penstock.storage.store import Store

@@ -30,7 +30,8 @@ from penstock.engines.sglang.weight_update import FlatBucket, split_into_buckets
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales, quantize, quantize_weights
 from penstock.engines.weights.transfer import ProcessPlace
 from penstock.flows.options.flags import parse_config
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.store import Store
 

@@ -23,7 +23,8 @@ from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.checkpoints.writer import is_weight
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
-from penstock.stages.convert.to_hf import Origin, checkpoint_files, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import checkpoint_files, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
