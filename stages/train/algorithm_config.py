@@ -101,13 +101,23 @@ class AlgorithmConfig(StageConfig):
     # ---- the policy loss ---------------------------------------------------------------------------------------------
 
     eps_clip: float = option(0.2, ge=0)
-    """Lower clip range: the probability ratio is clipped at 1 minus this value."""
+    """Lower clip range: the probability ratio is clipped at 1 minus this value. gmpo: its logarithm is clipped at minus
+    this value; dppo_tv and dppo_kl: bound of the divergence where the advantage is negative."""
 
     eps_clip_high: float | None = option(None, ge=0)
-    """Upper clip range: the probability ratio is clipped at 1 plus this value; default: --eps-clip."""
+    """Upper clip range: the probability ratio is clipped at 1 plus this value; default: --eps-clip. gmpo: its logarithm
+    is clipped at this value; dppo_tv and dppo_kl: bound of the divergence where the advantage is positive."""
 
     eps_clip_c: float | None = option(None, gt=1)
-    """Dual-clip constant c: the loss of a token with a negative advantage A is at most c x |A|."""
+    """Dual-clip constant c: the loss of a token with a negative advantage A is at most c x |A|. dppo_tv and dppo_kl:
+    upper bound of the probability ratio."""
+
+    sapo_tau_pos: float = option(1.0, gt=0)
+    """Temperature of the gate of --policy-loss sapo where the advantage is positive: the higher it is, the faster the
+    gradient falls as the probability ratio leaves 1."""
+
+    sapo_tau_neg: float = option(1.05, gt=0)
+    """Temperature of the gate of --policy-loss sapo where the advantage is negative."""
 
     use_kl_loss: bool = option(False)
     """Load a frozen reference, report the KL to the reference, and add --kl-loss-coef x KL to the loss."""
@@ -291,10 +301,13 @@ class AlgorithmConfig(StageConfig):
             self.policy_loss and self.loss_type != "policy_loss",
             f"--policy-loss {self.policy_loss} has no effect with --loss-type {self.loss_type}: omit --policy-loss",
         )
-        yield (
-            self.eps_clip_c and self.policy_loss_name == "cispo",
-            f"--eps-clip-c {self.eps_clip_c} has no effect in cispo, which does not clip the loss: omit --eps-clip-c",
-        )
+        for field in sorted({name for loss in POLICY_LOSSES.values() for name in loss.options}):
+            flag, value = f"--{field.replace('_', '-')}", getattr(self, field)
+            reads_it = self.loss_type != "policy_loss" or field in POLICY_LOSSES[self.policy_loss_name].options
+            yield (
+                not reads_it and value != AlgorithmConfig.model_fields[field].default,
+                f"{flag} {value} has no effect with --policy-loss {self.policy_loss_name}: omit {flag}",
+            )
         yield (
             self.kl_coef and self.kl_loss_coef,
             f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} both penalize the KL to the reference: "

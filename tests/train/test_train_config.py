@@ -33,7 +33,10 @@ def test_every_user_defined_function_is_checked_before_anything_starts() -> None
         ({"policy_loss": "ppo"}, "policy_loss"),
         ({"advantage_estimator": "gspo", "policy_loss": "cispo"}, "--policy-loss cispo .*--advantage-estimator gspo"),
         ({"loss_type": "sft_loss", "policy_loss": "gspo"}, "--policy-loss gspo .*--loss-type sft_loss"),
-        ({"policy_loss": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*cispo"),
+        ({"policy_loss": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*--policy-loss cispo: omit --eps-clip-c"),
+        ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*--policy-loss cispo"),
+        ({"policy_loss": "sapo", "eps_clip_high": 0.3}, "--eps-clip-high 0.3 .*--policy-loss sapo"),
+        ({"policy_loss": "gmpo", "sapo_tau_neg": 2.0}, "--sapo-tau-neg 2.0 .*--policy-loss gmpo"),
         ({"advantage_estimator": "rloo", "kl_coef": 0.1}, "--kl-coef 0.1 .*rloo"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus .*--normalize-advantages"),
     ],
@@ -93,8 +96,8 @@ def test_estimator_and_policy_loss_are_separate_choices(name: str) -> None:
     preset = TrainConfig(advantage_estimator=name, normalize_advantages=True)
     assert preset.policy_loss_name == (name if name in ("gspo", "cispo") else "ppo_clip")
     load_function(ESTIMATORS[name].function)
-    for loss, path in POLICY_LOSSES.items():
-        load_function(path)
+    for loss, row in POLICY_LOSSES.items():
+        load_function(row.function)
         if name not in ("gspo", "cispo"):
             chosen = TrainConfig(advantage_estimator=name, normalize_advantages=True, policy_loss=loss)
             assert (chosen.advantage_estimator, chosen.policy_loss_name) == (name, loss)
