@@ -45,6 +45,12 @@ PARTNERS = (
         "--advantage-estimator ppo or reinforce_plus_plus",
         _estimator("ppo", "reinforce_plus_plus"),
     ),
+    Partner(
+        "train",
+        "disable_grpo_std_normalization",
+        "--advantage-estimator grpo, gspo, cispo or gdpo",
+        _estimator("grpo", "gspo", "cispo", "gdpo"),
+    ),
     Partner("train", "lambd", "--advantage-estimator ppo", _estimator("ppo")),
     Partner(
         "train",

@@ -62,7 +62,8 @@ class AlgorithmConfig(StageConfig):
     # ---- from rewards to advantages ----------------------------------------------------------------------------------
 
     advantage_estimator: EstimatorName = option("grpo")
-    """Advantage estimator; gspo and cispo are grpo with --policy-loss gspo or cispo, ppo also trains a critic."""
+    """Advantage estimator (docs/algorithms.md); gspo and cispo are grpo with --policy-loss gspo or cispo, gdpo compares
+    several rewards, ppo also trains a critic."""
 
     policy_loss: PolicyLossName | None = option(None)
     """Policy-gradient loss; default: gspo or cispo for the estimator of the same name, ppo_clip for all others."""
@@ -85,6 +86,10 @@ class AlgorithmConfig(StageConfig):
 
     normalize_advantages: bool = option(False)
     """Whiten advantages (mean 0, variance 1) over all trained tokens of the rollout."""
+
+    gdpo_reward_weights: dict[str, float] = option(default_factory=dict)
+    """Reward components that --advantage-estimator gdpo compares, and their weights: keys of the dictionary that the
+    reward function returns, as key=value pairs or JSON."""
 
     gamma: float = option(1.0, ge=0, le=1)
     """Discount factor of rewards (ppo, reinforce_plus_plus), per trained token."""
@@ -300,6 +305,16 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.policy_loss and self.loss_type != "policy_loss",
             f"--policy-loss {self.policy_loss} has no effect with --loss-type {self.loss_type}: omit --policy-loss",
+        )
+        yield (
+            (name == "gdpo") != bool(self.gdpo_reward_weights),
+            "--advantage-estimator gdpo and --gdpo-reward-weights, the weight of each reward component, need each "
+            "other: give both or neither",
+        )
+        yield (
+            name == "gdpo" and self.disable_rewards_normalization,
+            "--disable-rewards-normalization contradicts --advantage-estimator gdpo, which normalizes every reward "
+            "component within its group: omit --disable-rewards-normalization, or use --advantage-estimator grpo",
         )
         for field in sorted({name for loss in POLICY_LOSSES.values() for name in loss.options}):
             flag, value = f"--{field.replace('_', '-')}", getattr(self, field)

@@ -276,6 +276,10 @@ def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> Non
             "--eval-interval, --eval-top-p have no effect without a data set: --eval-prompt-data or --eval-config",
         ),
         ("--gamma 0.9", "--gamma has no effect without --advantage-estimator ppo or reinforce_plus_plus"),
+        (
+            "--disable-grpo-std-normalization --advantage-estimator rloo",
+            "--disable-grpo-std-normalization has no effect without --advantage-estimator grpo, gspo, cispo or gdpo",
+        ),
         ("--critic-lr 1e-5", "--critic-lr has no effect without a critic: --advantage-estimator ppo"),
         ("--max-turns 3", "--max-turns has no effect without --custom-generate-function-path"),
         ("--tis-clip 3", "--tis-clip has no effect without --use-tis or --get-mismatch-metrics"),

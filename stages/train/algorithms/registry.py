@@ -27,6 +27,8 @@ ESTIMATORS = {
     "gspo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="gspo"),
     "cispo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="cispo"),
     "rloo": Estimator(f"{_HERE}.group_relative:rloo", group_relative=True),
+    "maxrl": Estimator(f"{_HERE}.group_relative:maxrl", group_relative=True),
+    "gdpo": Estimator(f"{_HERE}.group_relative:gdpo", group_relative=True),
     "ppo": Estimator(f"{_HERE}.returns:gae", per_token=True, critic=True),
     "reinforce_plus_plus": Estimator(f"{_HERE}.returns:reinforce_plus_plus", per_token=True, whitened=True),
     "reinforce_plus_plus_baseline": Estimator(
