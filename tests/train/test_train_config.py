@@ -45,6 +45,19 @@ def test_every_user_defined_function_is_checked_before_anything_starts() -> None
             {"disable_rewards_normalization": True} | GDPO,
             "--disable-rewards-normalization .*--advantage-estimator gdpo",
         ),
+        (
+            {"calculate_per_token_loss": True, "loss_denominator": 8},
+            "--calculate-per-token-loss and --loss-denominator define",
+        ),
+        (
+            {"calculate_per_token_loss": True, "calculate_per_prompt_loss": True},
+            "--calculate-per-token-loss and --calculate-per-prompt-loss define",
+        ),
+        ({"loss_type": "sft_loss", "loss_denominator": 8}, "--loss-denominator 8 has no effect"),
+        (
+            {"custom_pg_loss_reducer_function_path": "x.py", "loss_denominator": 8},
+            "--loss-denominator 8 .*--custom-pg-loss-reducer-function-path",
+        ),
         ({"advantage_estimator": "rloo", "kl_coef": 0.1}, "--kl-coef 0.1 .*rloo"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus .*--normalize-advantages"),
     ],

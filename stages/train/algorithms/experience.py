@@ -58,7 +58,7 @@ class TokenFields:
     ref_logprobs: Tensor | None = None  # [n] log-probs of the frozen reference
     returns: Tensor | None = None  # [n] targets of the critic
     values: Tensor | None = None  # [n] values of the critic before its update
-    pg_scale: Tensor | None = None  # [n] token weight of the user-defined reducer divided by the default weight
+    pg_scale: Tensor | None = None  # [n] weight in the policy-gradient loss / weight in the other terms
 
 
 @dataclass(frozen=True)

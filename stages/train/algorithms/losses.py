@@ -209,7 +209,7 @@ def importance_weights(
     """Return weights [n] of the policy-gradient loss, a mask [n] of the whole loss, and metrics.
 
     The weights are the product of the off-policy sequence mask (--use-opsm), the correction for the mismatch between
-    engine and trainer (--use-tis), and the scale from --custom-pg-loss-reducer-function-path.
+    engine and trainer (--use-tis), and the scale from --loss-denominator or --custom-pg-loss-reducer-function-path.
     """
     weights = mask = torch.ones_like(old_logprobs)
     metrics = {}
@@ -374,7 +374,8 @@ def per_sample_weights(
     num_trajectories: int,
 ) -> Tensor:  # [N] float64, sums to 1
     """Return the weights for the mean over trajectories of the mean over the trained tokens of a trajectory. All
-    samples of one agent execution belong to one trajectory."""
+    samples of one agent execution belong to one trajectory. With the prompts of the tokens in place of their
+    trajectories, it is the mean over prompts (--calculate-per-prompt-loss)."""
     num_tokens = torch.bincount(trajectory_index, minlength=num_trajectories)
     num_trained = (num_tokens > 0).sum().clamp(min=1)
     return (1.0 / (num_tokens.double() * num_trained))[trajectory_index]
@@ -384,6 +385,13 @@ def per_token_weights(trajectory_index: Tensor, num_trajectories: int) -> Tensor
     """Return the weights for the mean over all trained tokens of the step (--calculate-per-token-loss)."""
     num_tokens = len(trajectory_index)
     return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64)
+
+
+def constant_weights(trajectory_index: Tensor, denominator: int) -> Tensor:  # [N] float64
+    """Return the weights for the mean over trajectories of the sum over the trained tokens of a trajectory, divided by
+    a constant in place of their number (--loss-denominator; Dr. GRPO, arXiv 2503.20783)."""
+    num_trained = max(len(trajectory_index.unique()), 1)
+    return torch.full(trajectory_index.shape, 1.0 / (num_trained * denominator), dtype=torch.float64)
 
 
 def custom_weights(path: str, trajectory_index: Tensor, sample_index: Tensor, num_trajectories: int) -> Tensor:
