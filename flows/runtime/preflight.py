@@ -37,7 +37,7 @@ from penstock.flows.gpu_plan import (
 )
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
-from penstock.flows.options.partners import options_without_partner
+from penstock.flows.options.partners import check_rewards_of_estimator, options_without_partner
 from penstock.flows.runtime.debug_runs import check_rollout_files
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.resolve import resolve
@@ -409,6 +409,8 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
     tried = [try_reward(rollout, template) for rollout, template in zip(graded, templates)]
+    if flow.has_rollouts:
+        check_rewards_of_estimator(config, [outcome for _, outcome in tried[0]])
     if length_error is not None:
         raise length_error
     if warning := unused_template_warning(config, tokenizer, graded):

@@ -247,7 +247,9 @@ class TrainActor:
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
         table = read_table(self.store, rollout)
-        batch = Batch.from_table(table, needs_rewards=config.loss_type != "sft_loss")
+        batch = Batch.from_table(
+            table, needs_rewards=config.loss_type != "sft_loss", components=config.gdpo_reward_weights
+        )
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
         if config.reads_teacher_logprobs:

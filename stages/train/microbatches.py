@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from penstock.engines.training import TrainEngine
-from penstock.stages.train.algorithms.losses import custom_weights, per_sample_weights, per_token_weights
+from penstock.stages.train.algorithms.losses import (
+    constant_weights,
+    custom_weights,
+    per_sample_weights,
+    per_token_weights,
+)
 from penstock.stages.train.batching import Batch, PackedMicrobatch, pack
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import OptionError
@@ -56,7 +61,7 @@ class LossWeights:
     """Weights that reduce token losses to one loss per optimizer step: the sum of weight x token loss."""
 
     weights: Tensor  # [N] float64, sums to 1 in every step with trained tokens
-    pg_scale: Tensor | None  # [N] float64, custom weight / default weight, multiplies only the policy-gradient loss
+    pg_scale: Tensor | None  # [N] float64, weight in the policy-gradient loss / `weights`; None = they are equal
     num_steps: int  # optimizer steps of the round
 
     def mean_over_steps(self, values: Tensor) -> float:
@@ -68,21 +73,24 @@ class LossWeights:
 def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     """Return the weight of every trained token in the loss of its optimizer step."""
     weights_of_step = per_token_weights if config.calculate_per_token_loss else per_sample_weights
-    custom_path = config.custom_pg_loss_reducer_function_path
+    custom_path, denominator = config.custom_pg_loss_reducer_function_path, config.loss_denominator
     samples = torch.from_numpy(batch.sample_index)
     trajectories = torch.from_numpy(batch.trajectory_index)[samples]
+    units = torch.from_numpy(batch.group_index)[samples] if config.calculate_per_prompt_loss else trajectories
     weights = torch.zeros(len(samples), dtype=torch.float64)
-    scale = torch.ones_like(weights) if custom_path else None
+    scale = torch.ones_like(weights)
     steps = _samples_of_steps(batch, config)
     for rows in steps:
         is_in_step = np.isin(np.arange(len(batch.lengths)), rows)
         tokens = torch.from_numpy(np.flatnonzero(is_in_step[batch.sample_index]))
-        weights[tokens] = weights_of_step(trajectories[tokens], len(batch.lengths))
-        if custom_path and scale is not None:
+        weights[tokens] = weights_of_step(units[tokens], len(batch.lengths))
+        if denominator:
+            scale[tokens] = constant_weights(trajectories[tokens], denominator) / weights[tokens]
+        if custom_path:
             num_trajectories = len(np.unique(batch.trajectory_index[rows]))
             custom = custom_weights(custom_path, trajectories[tokens], samples[tokens], num_trajectories)
             scale[tokens] = custom / weights[tokens]
-    return LossWeights(weights, scale, len(steps))
+    return LossWeights(weights, scale if custom_path or denominator else None, len(steps))
 
 
 # ---- samples of each optimizer step ----------------------------------------------------------------------------------

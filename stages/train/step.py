@@ -145,6 +145,7 @@ def gather_experience(
     experience = Experience(
         sample_index=torch.from_numpy(batch.sample_index),
         rewards=torch.from_numpy(batch.rewards if batch.train_rewards is None else batch.train_rewards),
+        reward_components={name: torch.from_numpy(values) for name, values in batch.reward_components.items()},
         normalize_rewards=batch.train_rewards is None,
         group_index=torch.from_numpy(batch.group_index),
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained_positions]).double(),
