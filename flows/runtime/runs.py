@@ -343,10 +343,7 @@ def config_history(store: Store, keys: RunKeys, record: RunRecord) -> list[tuple
 
 def config_of_round(record: RunRecord, rollout_id: int) -> PostTrainConfig:
     """Return the config that a round was trained with: the run's own or, before its fork point, that of an ancestor."""
-    config, parent = record.config, record.parent
-    while parent is not None and rollout_id < parent.at:
-        config, parent = parent.config, parent.parent
-    return validate_config(config)
+    return validate_config(record.config_of_round(rollout_id))
 
 
 def missing_fork_checkpoint(store: Store, record: RunRecord) -> tuple[int, PostTrainConfig] | None:

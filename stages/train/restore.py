@@ -168,7 +168,12 @@ class PolicyRestorer:
                 "perf/train_time": train_time,
                 **energy_metric("perf/train_energy_joules", counters, self.read_counters()),
             },
-            state={"digest": trained.digest, "fingerprint": trained.fingerprint, "steps": trained.steps},
+            state={
+                "digest": trained.digest,
+                "fingerprint": trained.fingerprint,
+                "steps": trained.steps,
+                "sample_uses": trained.sample_uses,
+            },
             **self.provenance,
         )
         winner = self.store.commit(prefix, commit)

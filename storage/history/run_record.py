@@ -59,6 +59,14 @@ class RunRecord(Frozen):
     id: str  # unique: two concurrent starts cannot write equal records, and trackers find the run by it
     parent: ParentRecord | None = None
 
+    def config_of_round(self, rollout_id: int) -> RecordedConfig:
+        """Return the options that a round was trained with: the run's own or, before its fork point, those of an
+        ancestor."""
+        config, parent = self.config, self.parent
+        while parent is not None and rollout_id < parent.at:
+            config, parent = parent.config, parent.parent
+        return config
+
 
 class ScheduleChange(Frozen):
     """A file of changes/: the schedule options (`section.name` -> value) of a start that changed them, and all options
