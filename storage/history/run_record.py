@@ -33,8 +33,14 @@ class ParentRecord(Frozen):
     restarts: list[int]  # all rounds at which the data restarted, including those of the parent
     # Whether the groups that round `at` - 1 left in the buffer are generated again, with the fork's group size.
     discard_responses: bool
+    num_reused: int = Field(0, ge=0)  # rounds from `at` on that are trained on the parent's rollouts (--reuse-rollouts)
     config: RecordedConfig  # of the parent, with which the rounds before `at` were trained
     parent: ParentRecord | None  # the parent's own origin, if it is a fork itself
+
+    @property
+    def reused_rounds(self) -> range:
+        """Return the rounds that the fork trains on the parent's rollouts."""
+        return range(self.at, self.at + self.num_reused)
 
 
 class ForkRecord(Frozen):
