@@ -286,6 +286,11 @@ class _RunAudit:
             result.num_prompts += len(round.served)
             result.problems += prompts.check_round(prefix, commit, round)
             ids.append(round.ids)
+            if parent and commit.index in parent.reused_rounds and commit.writer == self.keys.run:
+                self.add_problem(
+                    f"{commit_key(prefix)} has files of the run itself, but a fork with --reuse-rollouts trains round "
+                    f"{commit.index} on the samples of {parent.run}: restore the record from a backup"
+                )
             self.check_sample_uses(run_record, commits_by_prefix.get(self.keys.step_prefix(commit.index)), round)
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, roll_one, train_one, write_data
+from penstock_command import penstock
 
 from penstock.flows.commands import fork
+from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.inspect import lineage_trees, run_views
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_run_record
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import ActiveRun, missing_fork_checkpoint, read_flow_and_config
 from penstock.stages.rollout.rollout import read_resume_point
-from penstock.storage.commit import RunKeys, commit_key
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.run_record import read_run_record
@@ -110,16 +113,25 @@ def test_parent_is_kept_while_a_fork_uses_its_rollouts(store: Store) -> None:
     remove_run(store, RunKeys("r"))
 
 
+def test_verify_reports_a_reused_round_with_samples_of_its_own(store: Store) -> None:
+    keys = reuse(store, "f")
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
+    store.delete([commit_key(keys.rollout_prefix(2))])
+    roll_one(store, keys, config, 2, "")
+    [problem] = audit_run(store, keys).problems
+    assert "trains round 2 on the samples of r" in problem
+
+
 def test_lineage_shows_both_runs_that_were_trained_on_a_rollout(
     store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     reuse(store, "a-fork")
     train_all(store, "a-fork")
-    for reference in (str(tmp_path / "data.jsonl"), "r/rollout/2"):
+    for reference, first in ((str(tmp_path / "data.jsonl"), 0), ("r/rollout/2", 2)):
         capsys.readouterr()
         assert lineage_trees.main([reference, "--store", store.root]) == 0
         out = capsys.readouterr().out
-        assert "of r: " in out and "of a-fork: " in out, reference
+        assert "of r: " in out and f"run a-fork from round {first}\n" in out, reference
     capsys.readouterr()
     assert lineage_trees.main(["a-fork", "--store", store.root]) == 0
     assert "data.jsonl" in capsys.readouterr().out
@@ -227,3 +239,110 @@ def test_bound_without_reused_rollouts_is_refused(store: Store) -> None:
         check_run_record(run_of(store, "r", *words).config, None)
     reuse(store, "f")
     check_run_record(run_of(store, "f", *words).config, None)
+
+
+# ---- with real engines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A store with the run `base` of three rounds, which engines have generated."""
+
+    store: Store
+    environment: dict[str, str]
+
+    def __call__(self, *words: str, check: bool = True) -> str:
+        """Run `penstock` on the store. Return what it printed."""
+        result = penstock(*words, "--store", self.store.root, env=self.environment, check=check)
+        return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(prefect_api: dict[str, str], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("reuse")
+    run = Trained(Store(str(directory / "store")), prefect_api)
+    options = f"""--hf-checkpoint {tiny_model} --prompt-data {make_tiny_data(directory / "data")["train"]}
+        --input-key prompt --label-key label --rm-type random --apply-chat-template --rollout-batch-size 4
+        --n-samples-per-prompt 4 --rollout-max-response-len 8 --num-rollout 3 --num-steps-per-rollout 2
+        --save-interval 2 --lr 1e-3 --trainer-threads 1 --check-logits false"""
+    run("train", "--run", "base", *options.split())
+    return run
+
+
+def steps_of(store: Store, run: str) -> list[Commit]:
+    steps = [store.committed(RunKeys(run).step_prefix(r)) for r in range(3)]
+    return [step for step in steps if step is not None]
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_unchanged_options_give_the_weights_of_the_parent_bit_for_bit(trained: Trained) -> None:
+    store = trained.store
+    servers = {found.key for found in store.walk("runs/same/logs") if "sglang" in found.key}
+    trained("fork", "base", "--reuse-rollouts", "--name", "same")
+    trained("resume", "same")
+    base, same = steps_of(store, "base"), steps_of(store, "same")
+    assert [step.state["digest"] for step in same] == [step.state["digest"] for step in base] and len(same) == 3
+    for step in same:
+        assert step.summary["reuse/ess_tokens"] > 0.99
+        assert step.summary["reuse/advantage_flips"] == 0
+        assert step.summary["reuse/advantage_weight_cosine"] == pytest.approx(1.0)
+    assert store.committed(RunKeys("same").export_prefix(3)) is not None
+    assert servers == {found.key for found in store.walk("runs/same/logs") if "sglang" in found.key}, "no engine"
+    assert "no problems found" in trained("verify", "same")
+    assert "3 of 3 rounds are equal bit for bit" in trained("replay", "same")
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gspo", ["--policy-loss", "gspo"]),
+        ("rloo", ["--advantage-estimator", "rloo", "--at", "1"]),
+        ("epochs", ["--ppo-epochs", "2", "--lr", "5e-4"]),
+    ],
+)
+def test_changed_options_train_the_same_samples_and_replay_bit_for_bit(
+    trained: Trained, name: str, words: list[str]
+) -> None:
+    store = trained.store
+    trained("fork", "base", "--reuse-rollouts", "--name", name, *words, "--min-effective-sample-size", "0")
+    trained("resume", name)
+    steps, first = steps_of(store, name), 1 if "--at" in words else 0
+    assert [step.state["digest"] for step in steps[first:]] != [
+        step.state["digest"] for step in steps_of(store, "base")[first:]
+    ]
+    if name == "epochs":
+        assert {use for step in steps for use, _ in step.state["sample_uses"]} == {2}
+        assert all(len(step.state["steps"]) == 4 for step in steps)
+    assert "no problems found" in trained("verify", name)
+    assert "equal bit for bit" in trained("replay", name, "--from", str(first))
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_fork_stops_before_a_round_below_the_bound_and_continues_with_a_lower_one(
+    trained: Trained,
+) -> None:
+    store = trained.store
+    trained("fork", "base", "--reuse-rollouts", "--name", "far", "--lr", "0.1", "--min-effective-sample-size", "0.9")
+    out = trained("resume", "far", check=False)
+    done = len(steps_of(store, "far"))
+    assert "below --min-effective-sample-size 0.9" in out and 0 < done < 3
+    trained("resume", "far", "--num-rollout", str(done))
+    assert store.committed(RunKeys("far").export_prefix(done)) is not None
+    trained("resume", "far", "--num-rollout", "3", "--min-effective-sample-size", "0")
+    assert len(steps_of(store, "far")) == 3 and "no problems found" in trained("verify", "far")
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_a_start_with_engines_continues_after_the_reused_rounds(trained: Trained) -> None:
+    store = trained.store
+    trained("fork", "base", "--reuse-rollouts", "--name", "further")
+    trained("resume", "further")
+    trained("resume", "further", "--debug-train-only", "false", "--num-rollout", "4")
+    own = store.committed(RunKeys("further").rollout_prefix(3))
+    assert own is not None and own.writer == "further" and own.policy_version == 3
+    assert "no problems found" in trained("verify", "further")

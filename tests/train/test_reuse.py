@@ -32,7 +32,7 @@ def tokens_of(rows: list[Sample], seed: int, scale: float = 0.3) -> pa.Table:
         mask = trained_positions(row)
         values["sample_id"].append(row.sample_id)
         values["trainer_logprobs"].append([row.rollout_logprobs[i] + rng.gauss(0, scale) for i in mask])
-        values["advantages"].append([rng.gauss(0, 1)] * len(mask))
+        values["advantages"].append([rng.choice((0.0, -1.0, 1.0)) * rng.random()] * len(mask))
     return pa.table(dict(values), schema=TOKENS_SCHEMA)
 
 
