@@ -200,7 +200,8 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     r = rollout.rollout_id
     prefix = session.run.keys.step_prefix(r)
     with session.engines.turns.training(r):
-        commit = session.run.store.committed(prefix) or session.processes.policy_restorer().train_round(r)
+        commit = session.run.store.committed(prefix)
+        commit = commit or session.processes.policy_restorer().train_round(r, session.run.reuse)
     step = step_ref(session.run.keys, session.report_commit(prefix, commit))
     check_gates(session.config, commit)
     return step

@@ -295,7 +295,8 @@ def training_rows(config: PostTrainConfig) -> Iterator[Row]:
     yield (
         "a round",
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples:,} = "
-        f"{train.num_steps_per_rollout} optimizer steps x {train.global_batch_size:,}",
+        f"{train.num_steps_per_rollout} optimizer steps x {train.global_batch_size:,}"
+        + (f", {train.ppo_epochs} epochs" if train.ppo_epochs > 1 else ""),
     )
     yield (
         "trainer",

@@ -103,7 +103,8 @@ class Display:
             if commit.kind == "rollout":
                 step = steps.get(commit.index)
                 if step is None and not self._without_steps:  # this start trains it: the line of the round shows both
-                    self._rollouts[commit.index] = commit
+                    is_own = commit.writer in ("", self.run)  # else a parent has spent the seconds
+                    self._rollouts[commit.index] = commit if is_own else commit.model_copy(update={"seconds": {}})
                 self._round_lines.add({**commit.summary, **(step.summary if step else {})})
             self.panel.add_to_curves(commit)
         self.panel.num_done = max((commit.policy_version for commit in steps.values()), default=0)

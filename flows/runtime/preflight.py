@@ -38,6 +38,7 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import check_rewards_of_estimator, options_without_partner
+from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.debug_runs import check_rollout_files
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.resolve import resolve
@@ -173,6 +174,13 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
 def check_run_record(config: Plan, own_lease: str | None) -> None:
     """Check that this plan may start a new run, or continue the existing run of its name."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
+    bound = config.run.min_effective_sample_size
+    is_default = bound == RunConfig.model_fields["min_effective_sample_size"].default
+    if not (is_default or (config.parent and config.parent.num_reused)):
+        raise OptionError(
+            f"--min-effective-sample-size {bound:g} has no effect in a run that is not a fork with --reuse-rollouts: "
+            "omit it"
+        )
     try:
         check_run_may_start(store, config, own_lease=own_lease)
         if config.flow.has_rollouts:

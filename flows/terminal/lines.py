@@ -41,6 +41,7 @@ COLUMNS = (
     Column("gap", ("train/train_rollout_logprob_abs_diff",), ".1e", 8),  # mean |log-prob trainer - engine|
     Column("len", ("rollout/response_len/mean",), ",.1f", 3),
     Column("stale", ("rollout/staleness/mean",), ".2f", 6),
+    Column("ess", ("reuse/ess_tokens",), ".3f", 4),
     Column("idle", ("perf/engine_idle_ratio",), ".0%", 10),
     Column("wait", ("perf/wait_time_ratio",), ".0%", 9),
     Column("queue", ("rollout/queue_depth",), ".0f", 12),

@@ -239,7 +239,7 @@ class TrainActor:
         log-prob and advantage of every trained token under the store's key `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
-        from penstock.storage.samples.shards import read_table, write_trained_tokens
+        from penstock.storage.samples.shards import encode_runs, read_table, write_trained_tokens
 
         assert self._state.clean and self._state.version == version, (
             f"asked to train policy {version}, but this rank holds {self._state}"
@@ -289,6 +289,7 @@ class TrainActor:
             seconds=seconds,
             digest=digest,
             fingerprint=self.fingerprint(),
+            sample_uses=encode_runs(trained.sample_uses),
             files=files,
             notes=self.diagnostics.take_notes(),
         )

@@ -24,6 +24,7 @@ from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFie
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 from penstock.storage.samples.sample import TRAIN_REWARD
+from penstock.storage.samples.shards import list_column, trained_mask
 
 PAD_TOKEN = 0
 
@@ -55,18 +56,13 @@ class Batch:
                 not trained on.
             components: names of the reward components that the advantage estimator compares.
         """
-        offsets, token_ids = _column_offsets_and_values(table, "token_ids")
-        loss_mask = _column_offsets_and_values(table, "loss_mask")[1].astype(bool)
+        offsets, loss_mask = trained_mask(table, needs_rewards=needs_rewards)
         rewards = table["reward"].to_numpy().astype(np.float64)  # null becomes NaN
-        lengths = np.diff(offsets)
-        loss_mask[offsets[:-1][lengths > 0]] = False
-        if needs_rewards:
-            loss_mask &= np.repeat(~np.isnan(rewards), lengths)
         return cls(
             offsets=offsets,
-            token_ids=token_ids.astype(np.int64),
+            token_ids=list_column(table, "token_ids")[1].astype(np.int64),
             loss_mask=loss_mask,
-            rollout_logprobs=_column_offsets_and_values(table, "rollout_logprobs")[1],
+            rollout_logprobs=list_column(table, "rollout_logprobs")[1],
             rewards=rewards,
             group_index=_number_by_first_appearance(table, "group_id"),
             trajectory_index=_number_by_first_appearance(table, "trajectory_id"),
@@ -101,20 +97,13 @@ class Batch:
         return np.bincount(self.sample_index, minlength=len(self.lengths))
 
 
-def _column_offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
-    lists = table[name].combine_chunks()
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
-
-
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
     """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
 
     Raises:
         RunError: a trained sample has no teacher log-probs.
     """
-    offsets, values = _column_offsets_and_values(table, "teacher_logprobs")
+    offsets, values = list_column(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(

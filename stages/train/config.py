@@ -31,6 +31,10 @@ class TrainConfig(AlgorithmConfig):
     num_steps_per_rollout: int | None = option(None, ge=1)
     """Optimizer steps per rollout; default: derived from --global-batch-size if that is given, else 1."""
 
+    ppo_epochs: int = option(1, ge=1)
+    """Number of times that the optimizer steps of a rollout are run over its samples; from the second time on, in
+    another order of the batches."""
+
     use_dynamic_batch_size: bool | None = option(None, mutability="placement")
     """Fill micro-batches up to --max-tokens-per-gpu; default: on, unless --micro-batch-size is given."""
 

@@ -1,4 +1,5 @@
-"""Plan the training of a round: samples of each optimizer step, micro-batches of each rank, loss weight of each token.
+"""Plan the training of a round: samples of each optimizer step, order of the steps, micro-batches of each rank, loss
+weight of each token.
 
 The plan depends only on lengths and trajectories, so every rank computes the same plan without communication.
 """
@@ -94,6 +95,25 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
 
 
 # ---- samples of each optimizer step ----------------------------------------------------------------------------------
+
+
+def order_steps(num_steps: int, config: TrainConfig, rollout_id: int) -> list[int]:
+    """Return the number of the batch (`_samples_of_steps`) that each optimizer step of a round trains on: every batch
+    once per epoch of --ppo-epochs. The first epoch has the order of the rollout, each later one a permutation that
+    depends only on --seed, round and epoch."""
+    order = list(range(num_steps))
+    for epoch in range(1, config.ppo_epochs):
+        order += np.random.default_rng([config.seed % 2**64, rollout_id, epoch]).permutation(num_steps).tolist()
+    return order
+
+
+def count_sample_uses(batch: Batch, config: TrainConfig, order: Sequence[int]) -> np.ndarray:  # [B]
+    """Return in how many optimizer steps of a round each sample was trained, if the steps trained on the batches
+    `order`."""
+    steps, uses = _samples_of_steps(batch, config), np.zeros(len(batch.lengths), np.int64)
+    for step in order:
+        uses[steps[step]] += batch.num_trained_tokens[steps[step]] > 0
+    return uses
 
 
 def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:

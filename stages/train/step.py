@@ -29,7 +29,14 @@ from penstock.stages.train.algorithms.postprocess import postprocess_rollout
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.microbatches import LossWeights, Steps, compute_loss_weights, plan_steps
+from penstock.stages.train.microbatches import (
+    LossWeights,
+    Steps,
+    compute_loss_weights,
+    count_sample_uses,
+    order_steps,
+    plan_steps,
+)
 from penstock.storage.failpoints import failpoint
 
 Metrics = dict[str, float]
@@ -57,6 +64,7 @@ class TrainedRound:
     experience: Experience
     estimate: Estimate
     logprobs: Tensor | None  # [N] float64, by the trainer before the update or, if not computed then, in the update
+    sample_uses: np.ndarray  # [B] number of optimizer steps that each sample was trained in
 
 
 def train_rollout(
@@ -100,17 +108,18 @@ def train_rollout(
     before = None if config.use_rollout_logprobs else experience.old_logprobs
     keep_logprobs = keep_logprobs and before is None and config.loss_type == "policy_loss" and not critic_only
     kept = torch.zeros(len(batch.trained_positions), device=models.policy.device)
+    loss = keeping_logprobs(loss, kept) if keep_logprobs else loss
+    order = order_steps(len(steps), config, batch.rollout_id)
     with trace("train_actor"):
-        per_step = train_models(
-            models, steps, config, keeping_logprobs(loss, kept) if keep_logprobs else loss, clock, critic_only
-        )
+        per_step = train_models(models, [steps[step] for step in order], config, loss, clock, critic_only)
     logprobs = sum_token_values(models.policy, kept) if keep_logprobs else before
     metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
     rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
     metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
-    metrics |= speed_metrics(models.policy, batch, clock.seconds)
-    return TrainedRound(metrics, per_step, clock.seconds, batch, experience, estimate, logprobs)
+    metrics |= speed_metrics(models.policy, batch, clock.seconds, config.ppo_epochs)
+    uses = count_sample_uses(batch, config, order)
+    return TrainedRound(metrics, per_step, clock.seconds, batch, experience, estimate, logprobs, uses)
 
 
 def train_models(
@@ -178,12 +187,12 @@ def gather_experience(
 
 
 def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
-    """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step
-    they equal the log-probs of the training pass, so the separate pass is needed only if the advantages depend on
-    them."""
+    """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step and
+    one epoch they equal the log-probs of the training pass, so the separate pass is needed only if the advantages
+    depend on them. `num_steps`: optimizer steps per epoch."""
     functions = (config.custom_advantage_function_path, config.rollout_data_postprocess_path)
     needed_by_advantages = config.kl_coef > 0 or config.opd is not None or any(functions)
-    return config.loss_type != "sft_loss" and (num_steps > 1 or needed_by_advantages)
+    return config.loss_type != "sft_loss" and (num_steps * config.ppo_epochs > 1 or needed_by_advantages)
 
 
 def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None:
@@ -221,13 +230,17 @@ def sum_token_values(engine: TrainEngine, values: Tensor) -> Tensor:  # [N] -> [
 
 
 def keeping_logprobs(loss: MicrobatchLoss, result: Tensor) -> MicrobatchLoss:
-    """Return `loss` with a side effect: it stores the policy's log-probs of its tokens in `result` [N]."""
+    """Return `loss` with a side effect: it stores the policy's log-probs of its tokens, when they are trained on for
+    the first time, in `result` [N]."""
+    is_stored = torch.zeros_like(result, dtype=torch.bool)
 
     def loss_keeping_logprobs(
         hidden: Tensor, head: LMHead, packed: PackedMicrobatch, fields: TokenFields
     ) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = loss(hidden, head, packed, fields)
-        result[packed.ordinal] = metrics["rollout/log_probs"].detach().to(result.dtype)
+        logprobs = metrics["rollout/log_probs"].detach().to(result.dtype)
+        result[packed.ordinal] = torch.where(is_stored[packed.ordinal], result[packed.ordinal], logprobs)
+        is_stored[packed.ordinal] = True
         return losses, metrics
 
     return loss_keeping_logprobs
@@ -349,13 +362,14 @@ def sum_over_ranks(engine: TrainEngine, steps: list[dict[str, Any]]) -> list[Met
     ]
 
 
-def speed_metrics(engine: TrainEngine, batch: Batch, seconds: dict[str, float]) -> Metrics:
-    """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU."""
+def speed_metrics(engine: TrainEngine, batch: Batch, seconds: dict[str, float], num_epochs: int) -> Metrics:
+    """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU. The
+    update trains on each token in `num_epochs` optimizer steps."""
     metrics = {metric: seconds[name] for name, metric in PHASES.items() if name in seconds}
     if "update" not in seconds:
         return metrics
-    num_tokens = len(batch.token_ids)
-    squares, frozen = int((batch.lengths**2).sum()), engine.lora is not None
+    num_tokens = num_epochs * len(batch.token_ids)
+    squares, frozen = num_epochs * int((batch.lengths**2).sum()), engine.lora is not None
     flops = engine.shape.train_flops(num_tokens, squares, frozen=frozen)
     rate = flops / dist.get_world_size() / seconds["update"]
     metrics |= {"perf/actor_train_tok_per_s": num_tokens / seconds["update"], "perf/actor_train_tflops": rate / 1e12}

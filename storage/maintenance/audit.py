@@ -32,7 +32,13 @@ from penstock.storage.maintenance.deletion import (
     read_tombstone,
     tombstone_key,
 )
-from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
+from penstock.storage.maintenance.prompt_audit import (
+    PromptAudit,
+    ServedRound,
+    describe_use_problems,
+    max_staleness,
+    read_round,
+)
 from penstock.storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # read concurrently
@@ -50,6 +56,7 @@ class Audit:
     num_samples: int = 0  # in rollouts; evaluations are not counted
     num_prompts: int = 0  # with samples in rollouts
     num_epochs: int = 0  # started epochs of the prompt data
+    num_sample_uses: int = 0  # how often samples were trained, over all rounds
     num_off_policy: int = 0  # rollouts of later rounds that the initial weights generated
     num_expired: int = 0  # checkpoints with a tombstone
     num_orphans: int = 0  # files that no commit and no live process needs (deletion.py)
@@ -258,7 +265,8 @@ class _RunAudit:
                 )
 
     def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
-        """Check the sample shards: that sample ids are unique, and that every prompt was issued once per epoch."""
+        """Check the sample shards: that sample ids are unique, that every prompt was issued once per epoch, and that
+        every sample was trained as often as the options say."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits_by_prefix.items() if commit.kind in ("rollout", "eval"))
         rounds = map_in_threads(
@@ -278,10 +286,27 @@ class _RunAudit:
             result.num_prompts += len(round.served)
             result.problems += prompts.check_round(prefix, commit, round)
             ids.append(round.ids)
+            if parent and commit.index in parent.reused_rounds and commit.writer == self.keys.run:
+                self.add_problem(
+                    f"{commit_key(prefix)} has files of the run itself, but a fork with --reuse-rollouts trains round "
+                    f"{commit.index} on the samples of {parent.run}: restore the record from a backup"
+                )
+            self.check_sample_uses(run_record, commits_by_prefix.get(self.keys.step_prefix(commit.index)), round)
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
         if repeated := len(hashed) - len(np.unique(hashed)):
             self.add_problem(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
+
+    def check_sample_uses(self, run_record: RunRecord | None, step: Commit | None, round: ServedRound) -> None:
+        """Check how often the commit of a round's step says that each sample was trained."""
+        train = run_record.config_of_round(step.index).get("train", {}) if run_record and step else {}
+        if step is None or "ppo_epochs" not in train or round.problems:
+            return
+        key = commit_key(self.keys.step_prefix(step.index))
+        problems = describe_use_problems(key, step, round, train)
+        self.result.problems += problems
+        if not problems:
+            self.result.num_sample_uses += sum(use * number for use, number in step.state["sample_uses"])
 
     def count_orphaned_files(self) -> None:
         """Count the run's files that no commit and no live process needs, and their bytes."""

@@ -3,7 +3,8 @@ computed for each trained token. Other tools, such as DuckDB, can read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,32 @@ def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
 def read_samples(store: Store, commit: Commit, name: str = TRAINED) -> list[Sample]:
     """Return the samples of a commit as `Sample` objects (see `read_table`)."""
     return from_table(read_table(store, commit, name))
+
+
+def list_column(table: pa.Table | pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
+    column = table[name]
+    lists = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
+
+
+def trained_mask(table: pa.Table | pa.RecordBatch, *, needs_rewards: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets [B + 1] of B samples, and for each of their S tokens whether it is trained on [S]: its loss
+    mask is 1, and it is not the first token of a sample, which is not predicted. With `needs_rewards`, samples without
+    a reward are not trained on."""
+    offsets, mask = list_column(table, "loss_mask")
+    mask, lengths = mask.astype(bool), np.diff(offsets)
+    mask[offsets[:-1][lengths > 0]] = False
+    if needs_rewards:
+        rewards = table["reward"].to_numpy(zero_copy_only=False)  # null becomes NaN
+        mask &= np.repeat(~np.isnan(rewards.astype(np.float64)), lengths)
+    return offsets, mask
+
+
+def encode_runs(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Encode equal values in a row as (value, number of times)."""
+    return [(int(value), len(list(same))) for value, same in groupby(values)]
 
 
 # ---- trained tokens --------------------------------------------------------------------------------------------------

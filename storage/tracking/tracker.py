@@ -222,7 +222,7 @@ class RunCommits:
 
     def is_copy(self, key: str, commit: Commit) -> bool:
         """Return whether the run is a fork and copied the commit at `key` from its parent."""
-        if commit.kind == "step" and commit.index in self.commits["rollout"]:
+        if commit.kind == "step" and not commit.attempt and commit.index in self.commits["rollout"]:
             key, commit = self.commits["rollout"][commit.index]
         return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
 
