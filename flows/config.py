@@ -94,6 +94,8 @@ class PostTrainConfig(StageConfig):
             if section != "rollout" and not field_meta(field).secret
         }
         for section, switch in SWITCHES.items():
+            if section.startswith("rollout."):  # `args` has the options of the rollout itself
+                continue
             others[switch[2:].replace("-", "_")] = option_value(self, *section.rsplit(".", 1)) is not None
         return self.rollout.model_copy(update={"plugin_args": others | self.rollout.plugin_args})
 

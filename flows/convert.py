@@ -83,8 +83,11 @@ def main(argv: list[str]) -> int:
         existing = copy_own_export(store, checkpoint, options) or existing_export(store, checkpoint, options)
     elif options.convert_verify or (existing := existing_conversion(store, options)) is None:
         return run_flow("convert", config)
-    with progress_bar(config) as report:
-        ref = existing or export_checkpoint(config, report)
+    if existing is None:
+        with progress_bar(config) as report:
+            ref = export_checkpoint(config, report)
+    else:
+        ref = existing
     print("\n".join(describe_result(config, ref, read_result_commit(config, ref), time.monotonic() - start)))
     return 0
 

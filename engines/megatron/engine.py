@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
+from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters
 from penstock.engines.megatron.optimizer import (
     ParamGather,
@@ -44,7 +45,6 @@ from penstock.engines.megatron.optimizer import (
     zero_adam_state,
 )
 from penstock.engines.megatron.residency import DeviceMemory
-from penstock.engines.megatron.train_backend import frozen_parameters
 from penstock.engines.training import (
     EngineBuild,
     EnginePack,

@@ -168,10 +168,10 @@ def plan_fork(
     given = parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
-    record, options = read_existing_record(store, RunKeys(parent.run.run)), dict[str, Any]()
+    record, options = read_run_record(store, RunKeys(parent.run.run)), dict[str, Any]()
     if reuses:
         options = _NO_ENGINES | {"num_rollout": count_reusable_rounds(store, flow, parent, given, name, at_round)}
-    elif record.parent and record.parent.num_reused:
+    elif record and record.parent and record.parent.num_reused:
         options = {"debug_train_only": False}
     bound = RunConfig.model_fields["min_effective_sample_size"].default
     if not reuses and given.get("run", {}).get("min_effective_sample_size", bound) != bound:

@@ -19,7 +19,7 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.lora import WEIGHTS, LoraOptions, check_adapters, check_peft_directory
-from penstock.engines.megatron.train_backend import check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors

@@ -156,6 +156,7 @@ class WaitReminder:
     def stop(self) -> None:
         """End the thread. Safe to call twice."""
         self._ended.set()
+        self.thread.join()
 
     def _remind(self) -> None:
         since, due = float("-inf"), self._clock()

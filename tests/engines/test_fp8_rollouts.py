@@ -87,7 +87,7 @@ def test_buckets_keep_scales_and_fused_weights_together(model: Model, max_bytes:
     assert largest <= max_bytes or (max_bytes == 1 and largest < 60_000)  # counted in fp8
 
 
-def test_payload_and_request_describe_fp8_weights_and_scales_as_sglang_reads_them(model: Model) -> None:
+def test_payload_describes_fp8_weights_and_scales_as_sglang_reads_them(model: Model) -> None:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     weights = dict(sent(model))
@@ -95,8 +95,6 @@ def test_payload_and_request_describe_fp8_weights_and_scales_as_sglang_reads_the
     received = dict(FlattenedTensorBucket(None, flat.flat, flat.metadata).reconstruct_tensors())
     assert received.keys() == weights.keys()
     assert all(same_bits(received[name], tensor) for name, tensor in weights.items())
-    request = flat.description()  # of the transport "nccl", which sends the same bytes
-    assert [getattr(torch, dtype) for dtype in request["dtypes"]] == [weights[name].dtype for name in request["names"]]
 
 
 def test_disk_transport_writes_the_directory_of_the_fp8_export(model: Model, tmp_path: Path) -> None:

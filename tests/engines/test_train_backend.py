@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.train_backend import MegatronBackend, check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.train_backend import MegatronBackend
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
