@@ -104,7 +104,7 @@ def train_rollout(
                 batch, steps = masked, plan_steps(models.policy, masked, config)
                 weights = compute_loss_weights(batch, config)
         attach_token_fields(steps, experience, estimate, weights, models.policy.device)
-    loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
+    loss: MicrobatchLoss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
     before = None if config.use_rollout_logprobs else experience.old_logprobs
     keep_logprobs = keep_logprobs and before is None and config.loss_type == "policy_loss" and not critic_only
     kept = torch.zeros(len(batch.trained_positions), device=models.policy.device)
