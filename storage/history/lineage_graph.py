@@ -81,13 +81,6 @@ class LineageGraph:
             return self.models[run].get("base", "")
         return self.resolve(commit_key(RunKeys(run).step_prefix(version - 1)))
 
-    def add(self, node: Node) -> None:
-        """Add a node, and a source node for each input that the graph does not contain yet."""
-        self.nodes[node.id] = node
-        for _, source in node.inputs:
-            self.nodes.setdefault(source, Node(source))
-            self.users[source].append(node.id)
-
     def ancestors(self, id: str) -> list[Node]:
         """Return everything that the artifact was made from, directly or indirectly, nearest first."""
         return self._reachable(id, lambda id: [source for _, source in self.nodes[id].inputs])
@@ -122,7 +115,10 @@ def read_lineage(store: Store) -> LineageGraph:
     graph.nodes = {key: Node(key, commit) for key, commit in own.items()}
     attempts = {commit.attempt: key for key, commit in own.items() if commit.attempt}
     for key, commit in own.items():
-        graph.add(Node(key, commit, tuple(inputs_of(graph, key, commit, attempts))))
+        graph.nodes[key] = Node(key, commit, tuple(inputs_of(graph, key, commit, attempts)))
+        for _, source in graph.nodes[key].inputs:
+            graph.nodes.setdefault(source, Node(source))
+            graph.users[source].append(key)
     return graph
 
 

@@ -163,8 +163,7 @@ def record_completion(store: Store, keys: RunKeys, number: int, completion: Comp
 
 
 def read_completion(store: Store, keys: RunKeys) -> Completion | None:
-    """Return the completion that the run's last start recorded; None if it did not complete, or if there are no
-    starts."""
+    """Return the completion that the run's last start recorded; None if it has not completed the run."""
     last = max((number for number, _ in list_starts(store, keys)), default=-1)
     return store.read_record(Completion, f"{keys.prefix}/starts/{last:06d}.complete")
 

@@ -91,7 +91,10 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                 buffered[int(row["group_id"])] = _prompt_origin(json.loads(row["metadata"]))
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
-    problems += describe_group_problems(prefix, ids, siblings)
+    if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
+        problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
+    if len(sizes := {len(members) for members in siblings.values()}) > 1:
+        problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
     if not problems and len(ids) != commit.num_samples():
         problems.append(f"{prefix} has {len(ids)} samples, but {commit.num_samples()} were committed")
     if not problems:
@@ -144,24 +147,11 @@ def max_staleness(commit: Commit) -> int:
     return int(commit.state.get("max_staleness", 0))
 
 
-def describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
-    """Check that sample ids are unique and that all groups have the same size. Return the problems."""
-    problems = []
-    if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
-        problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
-    if len(sizes := {len(members) for members in siblings.values()}) > 1:
-        problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
-    return problems
-
-
 def describe_summary_problems(
     prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]
 ) -> list[str]:
-    """Return a problem for every metric of a commit that differs from the value computed from its samples.
-
-    In the mean reward of an evaluation, a sample without a reward counts as 0; in the mean reward of a
-    rollout, it is left out.
-    """
+    """Return a problem for every metric of a commit that differs from the value computed from its samples. In the mean
+    reward of an evaluation, a sample without a reward counts as 0; in the mean reward of a rollout, it is left out."""
     graded = [reward for reward in rewards if reward is not None]
     name, num_samples = prefix.rpartition("/")[2], max(len(rewards), 1)
     ratios = {
@@ -175,14 +165,12 @@ def describe_summary_problems(
         expected = {"rollout/raw_reward": sum(graded) / max(len(graded), 1), "rollout/num_samples": float(len(rewards))}
         expected |= {f"rollout/{ratio}": value for ratio, value in ratios.items()}
     tolerance = 1e-9 * max([1.0, *map(abs, graded)])
-
-    def differ(a: float, b: float) -> bool:
-        return a != b and not abs(a - b) <= tolerance and not (math.isnan(a) and math.isnan(b))
-
     return [
         f"{commit_key(prefix)} has {metric} {value:g}, but its samples give {expected[metric]:g}"
         for metric, value in commit.summary.items()
-        if metric in expected and differ(value, expected[metric])
+        if metric in expected
+        and not math.isclose(value, expected[metric], rel_tol=0.0, abs_tol=tolerance)
+        and not (math.isnan(value) and math.isnan(expected[metric]))
     ]
 
 

@@ -155,9 +155,7 @@ def _build_table(rows: list[Sample]) -> pa.Table:
 
 def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     """Return the per-token fields as Arrow columns, or None if they are inconsistent or not lists of numbers.
-
-    `pa.array` gives the same columns, but holds the GIL twice as long.
-    """
+    `pa.array` gives the same columns, but holds the GIL twice as long."""
     token_ids, loss_mask, rollout_logprobs = array("i"), bytearray(), array("f")
     try:
         for row in rows:

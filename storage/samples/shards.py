@@ -34,11 +34,8 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = TRAINED
 
 def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
     """Return the samples of a commit as one Arrow table with SCHEMA's columns, in the order in which they were written.
-    `name` is TRAINED or BUFFER.
-
-    Sizes and hashes of the shards are verified. Other files in the directory, which the commit does not list, are not
-    read.
-    """
+    `name` is TRAINED or BUFFER. Sizes and hashes of the shards are verified. Other files in the directory, which the
+    commit does not list, are not read."""
     shards = [Path(shard.path).relative_to(commit.attempt or "") for shard in commit.shards(name)]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
