@@ -26,7 +26,13 @@ from penstock.storage.errors import RunError, StoreError
 from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
 from penstock.storage.maintenance.deletion import expired_versions, find_orphans, read_tombstone, tombstone_key
-from penstock.storage.maintenance.prompt_audit import PromptAudit, describe_use_problems, max_staleness, read_round
+from penstock.storage.maintenance.prompt_audit import (
+    PromptAudit,
+    ServedRound,
+    describe_use_problems,
+    max_staleness,
+    read_round,
+)
 from penstock.storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # read concurrently
