@@ -430,6 +430,8 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
         process.kill()
     assert until(lambda: (name := state(client, killed)) not in ("Running", "Pending") and name, log) == "Crashed"
     assert until(lambda: state(client, victim) == "Crashed", log), "the automation has not noticed it"
+    [short] = client.read_automations_by_name(FOR_THIS_TEST)
+    client.delete_automation(short.id)  # flow runs send a heartbeat every 30 s only
 
     # second firing: the same target, and the server dies meanwhile
     second = fire(client, title)
@@ -660,13 +662,16 @@ def flow_processes(up: psutil.Process) -> list[psutil.Process]:
     return worker.children(recursive=True)
 
 
+FOR_THIS_TEST = "for this test"  # name of an automation
+
+
 def synthetic_zombie(client: SyncPrefectClient, address: str) -> Any:
     """A flow run that says it is alive once and then never again; the automation, with a short window, must find it."""
     from prefect import flow
     from prefect.events import emit_event
     from prefect.states import Running
 
-    deploy.ensure_zombie_automation(address, after=timedelta(seconds=10), name="for this test")
+    deploy.ensure_zombie_automation(address, after=timedelta(seconds=10), name=FOR_THIS_TEST)
 
     @flow(name="sft")
     def gone() -> None:
