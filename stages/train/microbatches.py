@@ -28,7 +28,7 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
     rank, size = engine.data_parallel_rank_and_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
-    for rows in _samples_of_steps(batch, config):
+    for rows in samples_of_steps(batch, config):
         rows = rows[batch.num_trained_tokens[rows] > 0]  # samples without trained tokens do not contribute
         lengths = batch.lengths[rows].tolist()
         if config.fills_microbatches_by_tokens:
@@ -73,7 +73,7 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     trajectories = torch.from_numpy(batch.trajectory_index)[samples]
     weights = torch.zeros(len(samples), dtype=torch.float64)
     scale = torch.ones_like(weights) if custom_path else None
-    steps = _samples_of_steps(batch, config)
+    steps = samples_of_steps(batch, config)
     for rows in steps:
         is_in_step = np.isin(np.arange(len(batch.lengths)), rows)
         tokens = torch.from_numpy(np.flatnonzero(is_in_step[batch.sample_index]))
@@ -88,7 +88,7 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
 # ---- samples of each optimizer step ----------------------------------------------------------------------------------
 
 
-def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
+def samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step, from --global-batch-size or else --num-steps-per-rollout."""
     if config.global_batch_size is not None:
         return split_into_steps(batch.trajectory_index, config.global_batch_size)
