@@ -235,8 +235,8 @@ class TrainActor:
                 assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
-        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
-        log-prob and advantage of every trained token under the store's key `attempt`, if it is given."""
+        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
+        what is stored of every trained token (`token_columns`) under the store's key `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import encode_runs, read_table, write_trained_tokens
@@ -265,7 +265,7 @@ class TrainActor:
                 temperature=self.spec.temperature,
                 critic_only=critic_only,
                 trace=trace,
-                keep_logprobs=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
+                keep_tokens=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
             )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
@@ -274,14 +274,11 @@ class TrainActor:
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
         self.diagnostics.end_round(version, table, trained.batch, trained)
         files: list[FileRecord] = []
-        if attempt is not None and trained.logprobs is not None and self.rank == 0:
+        if attempt is not None and "trainer_logprobs" in trained.tokens and self.rank == 0:
             start = time.perf_counter()
-            logprobs, advantages = (
-                spread(values, trained.batch, batch).numpy()
-                for values in (trained.logprobs, trained.estimate.advantages.cpu())
-            )
+            columns = {name: spread(values, trained.batch, batch).numpy() for name, values in trained.tokens.items()}
             with self.store.writing(attempt) as out:
-                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, logprobs, advantages)
+                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, columns)
             files, seconds["write"] = out.files, time.perf_counter() - start
         return TrainResult(
             metrics=trained.metrics,

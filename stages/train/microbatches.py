@@ -34,7 +34,7 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
     rank, size = engine.data_parallel_rank_and_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
-    for rows in _samples_of_steps(batch, config):
+    for rows in samples_of_steps(batch, config):
         rows = rows[batch.num_trained_tokens[rows] > 0]  # samples without trained tokens do not contribute
         lengths = batch.lengths[rows].tolist()
         if config.fills_microbatches_by_tokens:
@@ -80,7 +80,7 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     units = torch.from_numpy(batch.group_index)[samples] if config.calculate_per_prompt_loss else trajectories
     weights = torch.zeros(len(samples), dtype=torch.float64)
     scale = torch.ones_like(weights)
-    steps = _samples_of_steps(batch, config)
+    steps = samples_of_steps(batch, config)
     for rows in steps:
         is_in_step = np.isin(np.arange(len(batch.lengths)), rows)
         tokens = torch.from_numpy(np.flatnonzero(is_in_step[batch.sample_index]))
@@ -98,7 +98,7 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
 
 
 def order_steps(num_steps: int, config: TrainConfig, rollout_id: int) -> list[int]:
-    """Return the number of the batch (`_samples_of_steps`) that each optimizer step of a round trains on: every batch
+    """Return the number of the batch (`samples_of_steps`) that each optimizer step of a round trains on: every batch
     once per epoch of --ppo-epochs. The first epoch has the order of the rollout, each later one a permutation that
     depends only on --seed, round and epoch."""
     order = list(range(num_steps))
@@ -110,13 +110,13 @@ def order_steps(num_steps: int, config: TrainConfig, rollout_id: int) -> list[in
 def count_sample_uses(batch: Batch, config: TrainConfig, order: Sequence[int]) -> np.ndarray:  # [B]
     """Return in how many optimizer steps of a round each sample was trained, if the steps trained on the batches
     `order`."""
-    steps, uses = _samples_of_steps(batch, config), np.zeros(len(batch.lengths), np.int64)
+    steps, uses = samples_of_steps(batch, config), np.zeros(len(batch.lengths), np.int64)
     for step in order:
         uses[steps[step]] += batch.num_trained_tokens[steps[step]] > 0
     return uses
 
 
-def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
+def samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step, from --global-batch-size or else --num-steps-per-rollout."""
     if config.global_batch_size is not None:
         return split_into_steps(batch.trajectory_index, config.global_batch_size)

@@ -74,6 +74,7 @@ class ReportSamples:
         """Append samples of the set `name`, with the values of their tokens in the step that has trained them."""
         trained = read_trained_tokens(store, step) if step is not None else None
         if trained is not None:
+            trained = trained.select(["sample_id", "trainer_logprobs", "advantages"])
             trained = trained.filter(pc.is_in(trained.column("sample_id"), table.column("sample_id").combine_chunks()))
         tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
         for row in table.to_pylist():

@@ -3,7 +3,7 @@ computed for each trained token. Other tools, such as DuckDB, can read them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -77,28 +77,35 @@ def encode_runs(values: Iterable[int]) -> list[tuple[int, int]]:
 
 
 # ---- trained tokens --------------------------------------------------------------------------------------------------
-# The file of trained tokens belongs to the commit of a training round. Only reports and SQL read it, never training or
-# replay.
+# The file of trained tokens belongs to the commit of a training round. Reports, SQL, `penstock samples --explain` and
+# `penstock export --round` read it, never training or replay.
 
 _TRAINED_TOKENS = "trained-tokens.parquet"
 TOKENS_SCHEMA = pa.schema(
     [
         ("sample_id", pa.string()),
-        ("trainer_logprobs", pa.list_(pa.float32())),  # per trained token: of the policy before the round
-        ("advantages", pa.list_(pa.float32())),  # per trained token
+        ("trainer_logprobs", pa.list_(pa.float32())),  # before the round; if not computed then, in the optimizer step
+        ("advantages", pa.list_(pa.float32())),
+        # A file has only those of the following columns that its round has computed.
+        ("step_logprobs", pa.list_(pa.float32())),  # in the optimizer step of the token (--keep-step-logprobs)
+        ("entropy", pa.list_(pa.float32())),  # in the optimizer step, if the loss uses it
+        ("ref_logprobs", pa.list_(pa.float32())),
+        ("trainer_teacher_logprobs", pa.list_(pa.float32())),  # of a teacher in the trainer (--opd-type megatron)
+        ("values", pa.list_(pa.float32())),  # of the critic before its update
     ]
 )
+TOKEN_COLUMNS = TOKENS_SCHEMA.names[1:]
 
 
 def write_trained_tokens(
-    directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, logprobs: np.ndarray, advantages: np.ndarray
+    directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, columns: Mapping[str, np.ndarray]
 ) -> None:
     """Write trained-tokens.parquet for a round with B samples and N trained tokens. `sample_ids` and `num_tokens`
-    (trained tokens of each sample) are [B]; `logprobs` and `advantages` are [N], by sample and position."""
-    offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
-    lists = [pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32())) for values in (logprobs, advantages)]
-    table = pa.Table.from_arrays([sample_ids, *lists], schema=TOKENS_SCHEMA)
-    pq.write_table(table, directory / _TRAINED_TOKENS, compression="zstd")
+    (trained tokens of each sample) are [B]; `columns` (name in TOKEN_COLUMNS -> values) are [N], by sample and
+    position."""
+    offsets, names = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32()), columns.keys() & TOKEN_COLUMNS
+    lists = {name: pa.ListArray.from_arrays(offsets, pa.array(columns[name], pa.float32())) for name in sorted(names)}
+    pq.write_table(pa.table({"sample_id": sample_ids, **lists}), directory / _TRAINED_TOKENS, compression="zstd")
 
 
 def read_trained_tokens(store: Store, step: Commit) -> pa.Table | None:

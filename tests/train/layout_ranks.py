@@ -252,7 +252,7 @@ class Trainer:
         models = self.models if config.uses_critic else replace(self.models, critic=None)
         if not config.uses_reference:
             models = replace(models, reference=None)
-        trained = train_rollout(models, rollout(rollout_id), config, temperature=TEMPERATURE, keep_logprobs=True)
+        trained = train_rollout(models, rollout(rollout_id), config, temperature=TEMPERATURE, keep_tokens=True)
         metrics = [trained.metrics, *trained.steps]
         return {
             "metrics": [
@@ -260,7 +260,7 @@ class Trainer:
             ],
             "gradients": self.gradients,
             "weights": self.weights(),
-            "tokens": {"logprobs": trained.logprobs, "advantages": trained.estimate.advantages},
+            "tokens": {"logprobs": trained.tokens["trainer_logprobs"], "advantages": trained.estimate.advantages},
         }
 
     def weights(self) -> dict[str, Tensor]:
