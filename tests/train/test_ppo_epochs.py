@@ -75,11 +75,11 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 BATCH = Batch.from_table(to_table(samples(3)), needs_rewards=True)
 
 
-def trained(keep_logprobs: bool = False, **options: Any) -> tuple[BigramEngine, TrainedRound]:
+def trained(keep_tokens: bool = False, **options: Any) -> tuple[BigramEngine, TrainedRound]:
     engine = BigramEngine()
     config = TrainConfig(num_steps_per_rollout=4, max_tokens_per_gpu=40, **options)
     models = Models(policy=engine)  # type: ignore[arg-type]
-    return engine, train_rollout(models, BATCH, config, keep_logprobs=keep_logprobs)
+    return engine, train_rollout(models, BATCH, config, keep_tokens=keep_tokens)
 
 
 def updates(engine: BigramEngine) -> list[list[PackedMicrobatch]]:
@@ -153,7 +153,8 @@ def only(step: int, probe: BigramEngine, before: torch.Tensor) -> tuple[bool, fl
 @pytest.mark.parametrize("use_rollout_logprobs", [False, True])
 def test_logprobs_of_a_round_are_those_of_the_first_epoch(use_rollout_logprobs: bool) -> None:
     once, twice = (
-        trained(True, ppo_epochs=epochs, use_rollout_logprobs=use_rollout_logprobs)[1].logprobs for epochs in (1, 2)
+        trained(True, ppo_epochs=epochs, use_rollout_logprobs=use_rollout_logprobs)[1].tokens["trainer_logprobs"]
+        for epochs in (1, 2)
     )
     assert once is not None and twice is not None and torch.equal(once, twice)
 

@@ -22,6 +22,8 @@ from penstock.storage.samples.sample import Sample, to_table
 from penstock.storage.samples.shards import TOKENS_SCHEMA, write_shards, write_trained_tokens
 from penstock.storage.store import Store
 
+COMPARED = pa.schema([TOKENS_SCHEMA.field(name) for name in ("sample_id", "trainer_logprobs", "advantages")])
+
 PARENT, FORK = RunKeys("parent"), RunKeys("run")
 
 
@@ -33,7 +35,7 @@ def tokens_of(rows: list[Sample], seed: int, scale: float = 0.3) -> pa.Table:
         values["sample_id"].append(row.sample_id)
         values["trainer_logprobs"].append([row.rollout_logprobs[i] + rng.gauss(0, scale) for i in mask])
         values["advantages"].append([rng.choice((0.0, -1.0, 1.0)) * rng.random()] * len(mask))
-    return pa.table(dict(values), schema=TOKENS_SCHEMA)
+    return pa.table(dict(values), schema=COMPARED)
 
 
 def trained_positions(row: Sample) -> list[int]:
@@ -104,7 +106,7 @@ def test_tokens_that_user_code_has_masked_are_left_out() -> None:
     for name in ("trainer_logprobs", "advantages"):  # as the trainer writes such tokens
         own[name][5] = [0.0] * len(own[name][5])
     masked, rest = (
-        reuse_metrics(to_table(kept), pa.table(values, schema=TOKENS_SCHEMA), None, per_token_loss=True)
+        reuse_metrics(to_table(kept), pa.table(values, schema=COMPARED), None, per_token_loss=True)
         for kept, values in ((rows, own), ([*rows[:5], *rows[6:]], others))
     )
     assert masked == pytest.approx(rest)
@@ -141,9 +143,9 @@ class TokenTrainer(ListTrainer):
     def write(self, attempt: str) -> list[FileRecord]:
         table = tokens_of(samples(self.version), self.advantage_seed, self.distance).to_pydict()
         numbers = np.array([len(values) for values in table["advantages"]])
-        flat = [np.array([v for row in table[name] for v in row]) for name in TOKENS_SCHEMA.names[1:]]
+        flat = {name: np.array([v for row in table[name] for v in row]) for name in COMPARED.names[1:]}
         with self.store.writing(attempt) as out:
-            write_trained_tokens(out.path, pa.chunked_array([table["sample_id"]]), numbers, *flat)
+            write_trained_tokens(out.path, pa.chunked_array([table["sample_id"]]), numbers, flat)
         return out.files
 
 
