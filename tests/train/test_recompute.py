@@ -56,7 +56,9 @@ def stored_round(case: Case, outputs: Outputs) -> StoredRound:
                 loss_mask=batch.loss_mask[start:end].astype(int).tolist(),
                 rollout_logprobs=batch.rollout_logprobs[start:end].tolist(),
                 reward=None if np.isnan(batch.rewards[i]) else float(batch.rewards[i]),
-                rewards={name: float(values[i]) for name, values in batch.reward_components.items()},
+                rewards={
+                    name: float(batch.rewards[i]) ** power for power, name in enumerate(config.gdpo_reward_weights, 1)
+                },
             )
         )
     num_steps = len(outputs["policy mean loss"])
