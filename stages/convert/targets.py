@@ -341,7 +341,7 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     )
 
 
-# ---- exports ---------------------------------------------------------------------------------------------------------
+# ---- assets, hashes and exports --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -381,9 +381,6 @@ def export_identity(checkpoint: Commit | str | Path, origin: Origin, shard_bytes
     form = replace(origin, directory=Path())
     content = f"{EXPORT_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
     return xxhash.xxh3_64_hexdigest(content.encode())
-
-
-# ---- assets and hashes -----------------------------------------------------------------------------------------------
 
 
 def asset_files(directory: Path) -> list[Path]:
