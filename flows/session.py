@@ -20,6 +20,7 @@ from penstock.engines.placement import NodeLost
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.inspect.watch import serving_run
+from penstock.flows.options.argv import flag_of_field
 from penstock.flows.reporting.observer import Observer, Observers
 from penstock.flows.reporting.observers import add_observers
 from penstock.flows.runtime.display import Display
@@ -280,4 +281,7 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
     display.panel.engines = lambda: processes.describe_engines(session.engines.turns.schedule.in_engines)
     for warning in config_warnings(config):
         display.note(warning)
+    for name in run.changed_functions():
+        since = f"rounds from {run.num_trained_rounds()} on use it"
+        display.warn(f"the file of {flag_of_field(name)} has changed since the last start: {since}")
     return session

@@ -168,6 +168,14 @@ def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]
     return function
 
 
+def hash_function_files(configs: Sequence[Any]) -> dict[str, str]:
+    """Return the SHA-256 of each file that defines a function of the user: name of the option -> hash. Modules, whose
+    code may be in many files, are left out."""
+    given = {name: getattr(config, name) for config in configs for name in DEFAULT_NAMES if getattr(config, name, None)}
+    files = {name: Path(path.partition(".py:")[0].removesuffix(".py") + ".py") for name, path in given.items()}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
+
+
 def with_function_name(path: str, default_name: str) -> str:
     """Return `path` with the name of its function: `rewards.py` becomes `rewards.py:reward_func`. Raises PluginError.
 

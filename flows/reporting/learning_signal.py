@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
 MAX_LOGPROB_GAP = 0.03  # above it --use-tis is suggested; bf16 engines and trainers differ by about 0.01
+MAX_MORE_TRUNCATED = 0.2  # truncated ratio minus that of round 0, above which a warning follows
 _TINY = 1e-8  # smaller gradient norms are rounding errors
 _ZERO_STD = "rollout/zero_std/count_"
 
 
 class LearningSignal(Observer):
     """Warns if the last NUM_ROUNDS rounds had zero gradients. Warns once per run if the log-probs of engine and trainer
-    differ and no option corrects the loss for that. `warn` prints a warning."""
+    differ and no option corrects the loss for that, and if many more responses are truncated than at the start. `warn`
+    prints a warning."""
 
     def __init__(self, run: ActiveRun, warn: Callable[[str], object]) -> None:
         self.run = run
@@ -40,6 +42,7 @@ class LearningSignal(Observer):
         beyond_rewards = train.disable_rewards_normalization or train.opd or train.gdpo_reward_weights
         group_relative = train.compares_samples and not (of_user or beyond_rewards)
         warnings = [zero_gradient_warning(run.store, run.keys, r, group_relative=group_relative)]
+        warnings.append(truncation_warning(run.store, run.keys, r))
         if not (train.use_tis or train.use_rollout_logprobs):
             fp8 = bool(fp8_weights(run.config.convert.hf_checkpoint))
             warnings.append(logprob_gap_warning(run.store, run.keys, r, fp8=fp8))
@@ -85,6 +88,23 @@ def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bo
     return (
         f"the log-probs of engine and trainer differ by {gap:.1e} on average ({cause}), so the samples are off-policy: "
         "add --use-tis, which corrects the loss by importance weights (docs/metrics.md)"
+    )
+
+
+def truncation_warning(store: Store, keys: RunKeys, rollout_id: int) -> str | None:
+    """Return a warning if this is the first round of the run in which MAX_MORE_TRUNCATED more of the responses are
+    truncated than in round 0. Otherwise return None."""
+
+    def ratio(index: int) -> float:
+        rollout = store.committed(keys.rollout_prefix(index))
+        return rollout.summary.get("rollout/truncated_ratio", 0.0) if rollout else 0.0
+
+    limit = ratio(0) + MAX_MORE_TRUNCATED
+    if ratio(rollout_id) <= limit or any(ratio(index) > limit for index in range(rollout_id)):
+        return None
+    return (
+        f"{ratio(rollout_id):.0%} of the responses are truncated, in round 0 {ratio(0):.0%} were: if they are right so "
+        "far, raise --rollout-max-response-len; else see whether the reward pays for text after the answer"
     )
 
 

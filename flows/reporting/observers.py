@@ -102,7 +102,7 @@ class Results(Observer):
         self.tracking.close("FAILED" if kind else "FINISHED", timeout=patience_after(kind) or DELIVERY_SECONDS)
         for delivery in self.tracking.deliveries:
             if waiting := delivery.num_waiting():
+                why = delivery.problem or "no time left"
                 self.display.note(
-                    f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
-                    "the next start delivers them"
+                    f"{waiting} records are not delivered to {delivery.name} yet ({why}); the next start delivers them"
                 )

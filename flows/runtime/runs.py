@@ -32,6 +32,7 @@ from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import device_counts
+from penstock.stages.plugins import hash_function_files
 from penstock.stages.train.reuse import Reuse
 from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import InputError, RunError, StoreError
@@ -480,11 +481,18 @@ class ActiveRun:
             user=login_name(),
             flow_run=flow_run,
             code_version=code_version(),
+            functions=hash_function_files((self.config.rollout, self.config.train)),
             trainer_devices=trainer_devices,
             engine_devices=engine_devices,
             colocated=colocated,
         )
         self.start = record_start(self.store, self.keys, start)
+
+    def changed_functions(self) -> list[str]:
+        """Return the options whose user-defined functions are in files that have changed since the start before this
+        one. The rounds before and after such a change are not comparable."""
+        starts = [start.functions for start, _ in read_starts(self.store, self.keys)[-2:]]
+        return [name for name in starts[0] if starts[-1].get(name, "") not in ("", starts[0][name])]
 
     def describe_earlier_end(self) -> str:
         """Return how and when the start before this one ended: ", killed after 10:58"; "" for the first start. Of a

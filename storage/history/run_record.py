@@ -112,6 +112,7 @@ class Start(Frozen):
     user: str = ""  # login name of the user who runs the driver process
     flow_run: str = ""  # URL of the Prefect flow run, or its id if there is no UI
     code_version: str = ""
+    functions: dict[str, str] = Field(default_factory=dict)  # option of a user-defined function -> hash of its file
     trainer_devices: int = 0  # GPUs of the trainer; on a machine without GPUs, its processes
     engine_devices: int = 0  # GPUs of all engines; on a machine without GPUs, the engines
     colocated: bool = False  # whether trainer and engines use the same GPUs, if the machine has GPUs

@@ -12,6 +12,7 @@ from penstock.flows.reporting.learning_signal import (
     LearningSignal,
     explain_zero_gradient,
     logprob_gap_warning,
+    truncation_warning,
     zero_gradient_warning,
 )
 from penstock.flows.runtime.runs import ActiveRun
@@ -85,6 +86,16 @@ def test_zero_advantages_count_although_a_kl_loss_gives_a_gradient(tmp_path: Pat
     assert warned(store, 2, group_relative=True) and not warned(store, 2)
     commit_round(store, 3, 0.01, {**NEVER_RIGHT, "rollout/zero_std/count_0.0": 31.0})
     assert not warned(store, 3, group_relative=True)
+
+
+def test_first_round_with_many_more_truncated_responses_warns(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    ratios = [0.1, 0.29, 0.31, 0.25, 0.5]
+    for index, ratio in enumerate(ratios):
+        commit_round(store, index, 0.5, {"rollout/truncated_ratio": ratio})
+    warnings = [truncation_warning(store, KEYS, index) for index in range(5)]
+    assert [warning is not None for warning in warnings] == [False, False, True, False, False]
+    assert "31% of the responses are truncated, in round 0 10% were" in str(warnings[2])
 
 
 def test_critic_only_rounds_and_commits_without_metrics_do_not_count(tmp_path: Path) -> None:
