@@ -35,6 +35,7 @@ class Column:
 COLUMNS = (
     Column("reward", ("rollout/raw_reward",), ".3f", 0, hidden_at_zero=False),
     Column("loss", ("train/loss",), "z.4f", 4),  # z omits the sign of -0.0000, the usual loss of one on-policy step
+    Column("p", ("train/sample_prob",), ".3f", 5),  # of a whole demonstration
     Column("value", ("train/critic-value_loss",), ".4f", 11),
     Column("kl", ("train/kl_loss", "train/ppo_kl"), ".1e", 5),
     Column("grad", ("train/grad_norm",), ".2g", 7),

@@ -364,10 +364,11 @@ def test_value_loss_and_its_gradient_equal_a_plain_loop() -> None:
     assert 0.0 in slopes and 0 < sum(clipped) < 60
 
 
-def test_sft_loss_is_the_negative_logprob() -> None:
-    logprobs = torch.tensor([-1.0, -2.5])
-    loss, _ = sft_loss(logprobs, logprobs, TokenFields(logprobs, logprobs), sums([2]), options())
-    assert loss.tolist() == [1.0, 2.5]
+def test_sft_loss_is_the_negative_logprob_and_tells_the_probability_of_a_sample() -> None:
+    logprobs = torch.tensor([0.5, 0.8, 0.25], dtype=torch.float64).log()
+    loss, metrics = sft_loss(logprobs, logprobs, TokenFields(logprobs, logprobs), sums([2, 1]), options())
+    assert loss.tolist() == (-logprobs).tolist()
+    assert metrics["train/sample_prob"].tolist() == pytest.approx([0.4, 0.4, 0.25], rel=1e-12)
 
 
 def test_user_defined_loss(tmp_path: Path) -> None:

@@ -333,8 +333,10 @@ def kl_estimate(
 def sft_loss(
     logprobs: Tensor, entropy: Tensor, fields: TokenFields, samples: SegmentReducer, config: AlgorithmConfig
 ) -> LossAndMetrics:
-    """Return the negative log-prob of each token of the demonstrations."""
-    return -logprobs, {"train/entropy_loss": entropy}
+    """Return the negative log-prob of each token of the demonstrations, and the probability of the whole demonstration:
+    how often the policy, sampled at temperature 1, would answer exactly so."""
+    sample_prob = samples.at_tokens(samples.total(logprobs.detach()).exp()).to(logprobs.dtype)
+    return -logprobs, {"train/entropy_loss": entropy, "train/sample_prob": sample_prob}
 
 
 def custom_loss(
