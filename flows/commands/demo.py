@@ -85,6 +85,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
     about_kill = "kill the engine, the trainer and the driver during the run, then replay every round"
     parser.add_argument("--kill", action="store_true", help=about_kill)
+    parser.add_argument("--model-only", type=Path, metavar="DIR", help="only write the random model to DIR")
     if {"--help", "-h", "--help-all"} & {*argv}:
         parser.print_help()
         return 0
@@ -92,6 +93,11 @@ def main(argv: list[str]) -> int:
     for name, value in (("--seed", options.seed), ("--num-rollout", options.num_rollout)):
         if value is not None and not 0 <= value < 2**32:
             raise OptionError(f"{name} takes an integer from 0 to {2**32 - 1}; found {value}")
+    if options.model_only:
+        if options.model_only.exists():
+            raise OptionError(f"{options.model_only} exists: give --model-only a new directory")
+        print(f"{make_tiny_model(options.model_only, options.seed)}: give it to --hf-checkpoint")
+        return 0
     directory = options.directory or Path(f"{DIRECTORY}-kill" if options.kill else DIRECTORY)
     if options.kill and options.num_rollout is not None and options.num_rollout < 4:
         raise OptionError(f"--kill needs at least 4 rounds; found --num-rollout {options.num_rollout}: give 4 or more")

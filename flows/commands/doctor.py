@@ -97,6 +97,8 @@ def main(argv: list[str]) -> int:
     bad = sum(not finding.ok for finding in findings) + sum(use.required and bool(use.lacks) for use in uses.result())
     num_checks = len(findings) + sum(use.required for use in uses.result())
     console.print(f"{bad} of {num_checks} checks failed" if bad else "all checks passed")
+    if lacking := [use.name for use in uses.result() if use.lacks and not use.required]:
+        console.print(f"not ready, which matters only if you want it: {', '.join(lacking)}")
     return 1 if bad else 0
 
 

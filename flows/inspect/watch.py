@@ -54,7 +54,7 @@ _ASSETS = {
     "": ("text/html; charset=utf-8", "watch.html"),
     **{
         name.rpartition("/")[2]: (f"text/{'css' if name.endswith('.css') else 'javascript'}; charset=utf-8", name)
-        for name in (*UPLOT, *SHARED_SCRIPTS, "watch.js", "page.css")
+        for name in (UPLOT[1], *SHARED_SCRIPTS, "watch.js", "page.css")
     },
 }
 
@@ -90,7 +90,9 @@ def main(argv: list[str]) -> int:
         else:  # a file or pipe may be read by other users
             path = service_directory(server.server_port) / "watch-link"
             write_private(path, link)
-            print(f"the link is in the file {path}", flush=True)
+            print(
+                f"the link is in the file {path}: open it in a browser with JavaScript, or use --terminal", flush=True
+            )
         signal.pause()
     return 0
 

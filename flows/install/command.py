@@ -284,7 +284,7 @@ def describe_progress(lines: Sequence[str]) -> str:
     installs files, for minutes."""
     for line in reversed(lines):
         if line.startswith("Installing collected packages: "):
-            return f"installing {line.count(',') + 1} packages"
+            return f"installing {line.count(',') + 1} packages, which takes minutes"
         if line.startswith("WARNING: ") and re.search("[Rr]etrying|resume", line):
             return line.removeprefix("WARNING: ")[:100]
         if line.startswith(("Collecting ", "Downloading ", "Using cached ", "Processing ", "Building ")):

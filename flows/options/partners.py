@@ -34,13 +34,13 @@ PARTNERS = (
             "eval_max_context_len eval_input_key eval_label_key eval_tool_key eval_rm_type eval_reward_key "
             "skip_eval_before_train pass_threshold"
         ),
-        "a data set: --eval-prompt-data or --eval-config",
+        "a data set (--eval-prompt-data or --eval-config); the recipe may have set this",
         lambda config: config.eval.data_sets,
     ),
     Partner(
         "rollout",
         "eval_function_path",
-        "a data set: --eval-prompt-data or --eval-config",
+        "a data set (--eval-prompt-data or --eval-config); the recipe may have set this",
         lambda config: config.eval.data_sets,
     ),
     Partner(

@@ -267,7 +267,7 @@ def print_links(up: Up) -> None:
         print(f"  MLflow   {page_link(page)}  {store}")
     print(f"  worker   pool {POOL!r}; logs in {service_directory(up.prefect_port)}")
     print("In a terminal, each link logs in the browser that opens it first; other browsers ask for the login.")
-    print("To use this server for runs and for the `prefect` command (Ctrl-C or `penstock down` stops all services):")
+    print("To use this server for runs and for the `prefect` command (`penstock down` stops all services):")
     print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile_path(up.prefect_port)))} PREFECT_PROFILE={PROFILE}")
     port = urlsplit(up.tracking or "").port
     if port is not None and any(page.startswith(f"http://{HOST}:{port}/") for page in up.pages.values()):

@@ -2,6 +2,13 @@
 "use strict";
 // What the pages share: elements, formatting, tables. Text of a run is inserted only as text nodes, never as markup.
 
+// uPlot formats with the browser's language, which is invalid under a POSIX locale ("en-US@posix").
+try {
+  Intl.getCanonicalLocales(navigator.language);
+} catch {
+  Object.defineProperty(navigator, "language", { value: "en-US" });
+}
+
 const numberFormat = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const integerFormat = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 

@@ -34,8 +34,8 @@ from penstock.storage.store import Store
 
 GENERATOR = '<meta name="generator" content="penstock report">'  # marks a file as a report
 UPLOT = "third_party/uplot/uPlot.iife.min.js", "third_party/uplot/uPlot.min.css"
-SHARED_SCRIPTS = ("elements.js", "charts.js", "tokens.js")
-_SCRIPTS = (UPLOT[0], *SHARED_SCRIPTS, "samples.js", "report.js")  # in the order in which they are concatenated
+SHARED_SCRIPTS = ("elements.js", UPLOT[0], "charts.js", "tokens.js")  # elements.js makes the language valid for uPlot
+_SCRIPTS = (*SHARED_SCRIPTS, "samples.js", "report.js")  # in the order in which they are concatenated
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 SEED = 0
 DEFAULT_MAX_SAMPLES = 100_000

@@ -72,7 +72,9 @@ function segments(tokens, texts, spans) {
       blocks.push(element("span", { className: "segment" + (token.trained ? " model" : "") }, element("small", { className: "soft" }, title)));
     }
     const text = texts[token.id];
-    const span = element("span", { className: text === undefined ? "token id" : "token" }, text === undefined ? "#" + token.id : text);
+    const span = text === undefined
+      ? element("span", { className: "token id", title: "the tokenizer has no text for the id " + token.id }, "#" + token.id)
+      : element("span", { className: "token" }, text);
     span.dataset.at = spans.length;
     spans.push(span);
     blocks.at(-1).append(span);

@@ -275,7 +275,8 @@ def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> Non
     [
         (
             "--eval-interval 5 --eval-top-p 0.7",
-            "--eval-interval, --eval-top-p have no effect without a data set: --eval-prompt-data or --eval-config",
+            "--eval-interval, --eval-top-p have no effect without a data set (--eval-prompt-data or --eval-config); "
+            "the recipe may have set this",
         ),
         ("--gamma 0.9", "--gamma has no effect without --advantage-estimator ppo or reinforce_plus_plus"),
         (

@@ -106,3 +106,11 @@ def test_refused_demo_prints_one_line_and_does_not_mark_a_directory_with_other_f
     assert main(["demo", "--directory", str(tmp_path / "new")]) == 2
     assert (tmp_path / "new" / MARKER).read_bytes() == MARKER_TEXT
     assert main(["demo", "--directory", str(tmp_path / "mine")]) == 2
+
+
+def test_model_only_writes_the_model_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    assert main(["demo", "--model-only", str(model)]) == 0
+    assert (model / "model.safetensors").exists() and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert str(model) in capsys.readouterr().out
+    assert main(["demo", "--model-only", str(model)]) == 2

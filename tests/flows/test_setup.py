@@ -289,7 +289,7 @@ def test_progress_is_what_pip_does_and_not_its_last_line() -> None:
         "collecting filelock (from torch==2.13.0)",
         "downloading filelock-4.3.1-py3-none-any.whl (244 kB)",
         "Attempting to resume incomplete download (0 bytes/244 kB, attempt 1)",
-        "installing 3 packages",
+        "installing 3 packages, which takes minutes",
     ]
 
 
