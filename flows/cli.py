@@ -38,8 +38,7 @@ start
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export; with
             --async-buffer-size or --async-mode streaming, rollouts are generated while earlier ones are trained
   sft       the same loop over demonstrations (no engine)
-  eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
-            --compare RUN/20 RUN/40 compares two policy versions
+  eval      score a Hugging Face checkpoint on data sets; --compare RUN/20 RUN/40 compares two policies
   convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
   resume    continue a run after its last committed stage:  penstock resume RUN [--store URI]
   fork      start a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
@@ -51,6 +50,7 @@ look
   show      print a run on one screen, with the curves of its rounds:  penstock show RUN; --cost prints device-seconds
             by stage, round and checkpoint, and the price
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
+  regrade   grade the stored samples again with another reward and print what changes:  penstock regrade RUN
   query     run SQL over samples, metrics and evaluations:  penstock query "select ..."
   lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
   report    write one HTML page about a run:  penstock report RUN; --to TRACKER sends runs to MLflow, TensorBoard
@@ -169,11 +169,8 @@ COMMANDS: dict[str, Command] = {
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
-    "eval": _or_with_flag(
-        _or_with_flag(_flow_command("eval"), "--compare", _module_command("commands.stored_evals", "compare")),
-        "--rescore",
-        _module_command("commands.stored_evals", "rescore"),
-    ),
+    "eval": _or_with_flag(_flow_command("eval"), "--compare", _module_command("commands.stored_evals", "compare")),
+    "regrade": _module_command("commands.regrade"),
     "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
@@ -197,7 +194,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": _module_command("commands.doctor"),
 }
 _TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # commands that take the options of a run
-RESUMABLE = ("demo", "train", "sft", "convert", "eval", "resume")
+RESUMABLE = ("demo", "train", "sft", "convert", "eval", "regrade", "resume")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ def is_run_name(name: str) -> bool:
 
 TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
 DEBUG_DATA = "debug_rollout_data"  # role, in a rollout's `inputs`, of the file given to --load-debug-rollout-data
-Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
-STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # kinds of a run's own commits; models are shared
+Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export", "regrade"]
+STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export", "regrade")  # of a run itself; models are shared
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
@@ -139,7 +139,7 @@ class Commit(BaseModel):
 
     kind: Kind
     run: str | None = None
-    index: int = 0  # rollout_id of rollouts and steps; policy version of checkpoints, evals and exports
+    index: int = 0  # rollout_id of rollouts, steps and regrades; policy version of checkpoints, evals and exports
     policy_version: int = -1
     attempt: Key | None = None  # key of the private directory that holds the files
     files: list[FileRecord] = Field(default_factory=list)
@@ -164,9 +164,9 @@ class Commit(BaseModel):
 
     @property
     def listed_kind(self) -> str:
-        """Return the kind under which the commit is listed and counted: `rescore` if `penstock eval --rescore` graded
-        the samples of an evaluation again, outside of the run's own time; else `kind`."""
-        return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
+        """Return the kind under which the commit is listed and counted: `regrade` if `penstock regrade` graded the
+        samples of an evaluation or a rollout again, outside of the run's own time; else `kind`."""
+        return "regrade" if "samples" in self.inputs else self.kind
 
     @property
     def started_at(self) -> float:
@@ -283,6 +283,10 @@ class RunKeys:
         """Return the prefix of the evaluation of policy `policy_version` on the data set `task`."""
         return f"{self.prefix}/evals/{policy_version:06d}/{task}"
 
+    def regrade_prefix(self, rollout_id: int, grading: str) -> str:
+        """Return the prefix of the rewards that round `rollout_id` gets from another grading, named by its hash."""
+        return f"{self.prefix}/regrades/{rollout_id:06d}/{grading}"
+
     def export_prefix(self, policy_version: int) -> str:
         """Return the prefix of the Hugging Face export of policy `policy_version`."""
         return f"{self.prefix}/exports/{policy_version:06d}"
@@ -304,7 +308,7 @@ def split_stage_key(key: str) -> tuple[str, list[str]]:
     match parts:
         case ["runs", _, "rollouts" | "steps" | "checkpoints" | "exports", _, *_]:
             length = 4
-        case ["runs", _, "evals", _, _, *_]:
+        case ["runs", _, "evals" | "regrades", _, _, *_]:
             length = 5
         case ["models", name, *_]:
             length = 1 if name.startswith("attempt-") else 2

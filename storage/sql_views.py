@@ -27,7 +27,7 @@ from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA
-from penstock.storage.samples.shards import TOKENS_SCHEMA
+from penstock.storage.samples.shards import REGRADED_SCHEMA, TOKENS_SCHEMA
 from penstock.storage.store import Store, committed_prefixes
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ VIEWS = {  # name -> content, in the order in which `penstock query` lists them
     "checkpoints": "one row per checkpoint, including expired ones",
     "steps": "one row per trained round",
     "trained_tokens": "one row per sample of a trained round: what the trainer computed for each trained token",
+    "regraded_samples": "one row per sample of a training round that was graded again: old and new reward, advantage",
 }
 
 _RUN, _VERSION = ("run", pa.string()), ("policy_version", pa.int64())
@@ -52,6 +53,7 @@ _SHARDS = {  # table -> schema of the shards from which it is read
     "_buffered": pa.schema([_RUN, _VERSION, *SCHEMA]),
     "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA]),
     "trained_tokens": pa.schema([_RUN, ("rollout_id", pa.int64()), *TOKENS_SCHEMA]),
+    "regraded_samples": pa.schema([_RUN, ("rollout_id", pa.int64()), ("grading", pa.string()), *REGRADED_SCHEMA]),
 }
 _STEP_METRICS = {  # column of `steps` -> metric of the commit
     "loss": "train/loss",
@@ -250,6 +252,9 @@ def add_commit(contents: Contents, store: Store, run: str, prefix: str, commit: 
         contents["trained_tokens"] += [
             _Shard(file.path, {"run": run, "rollout_id": commit.index}) for file in commit.files
         ]
+    elif commit.kind == "regrade":
+        place = {"run": run, "rollout_id": commit.index, "grading": prefix.rpartition("/")[2]}
+        contents["regraded_samples"] += [_Shard(file.path, place) for file in commit.files]
 
 
 def _checkpoint_row(store: Store, run: str, commit: Commit) -> dict[str, Any]:

@@ -150,16 +150,17 @@ class Store(FileStore):
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
-    """Return the store prefixes of a run's committed stages: rollouts, steps, checkpoints, exports, then evaluations.
-    The commit record of a stage is at `commit_key(prefix)`."""
+    """Return the store prefixes of a run's committed stages: rollouts, steps, checkpoints, exports, evaluations, then
+    regraded rounds. The commit record of a stage is at `commit_key(prefix)`."""
     prefixes = [
         f"{keys.prefix}/{kind}/{index:06d}"
         for kind in ("rollouts", "steps", "checkpoints", "exports")
         for index in store.committed_indices(f"{keys.prefix}/{kind}")
     ]
-    for version in store.list(f"{keys.prefix}/evals"):
-        directory = f"{keys.prefix}/evals/{version}"
-        prefixes += [f"{directory}/{name}" for name in store.committed_names(directory)]
+    for kind in ("evals", "regrades"):
+        for index in store.list(f"{keys.prefix}/{kind}"):
+            directory = f"{keys.prefix}/{kind}/{index}"
+            prefixes += [f"{directory}/{name}" for name in store.committed_names(directory)]
     return prefixes
 
 

@@ -66,7 +66,7 @@ penstock fork RUN --reuse-rollouts --name NEW [--at N] [training options to chan
   change, round N starts at the first row. If an option of the rollout changes, groups that RUN has started before round
   N but not trained are generated again."""
 
-_LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> its last shared index - N
+_LAST_SHARED = {"rollouts": -1, "steps": -1, "regrades": -1, "checkpoints": 0, "evals": 0}  # last shared index - N
 _DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")
 _NUM_COPIES = 16  # commit records copied in parallel
 _NO_ENGINES: dict[str, Any] = {  # options of a run that trains on stored rollouts only
@@ -146,7 +146,7 @@ def create_fork(
     store.delete([unfinished_fork_key(new)])
     prefixes = [prefix for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, entry)]
     shared = [commit.listed_kind for commit in map_in_threads(store.committed, prefixes, _NUM_COPIES) if commit]
-    names = ("rollout", "step", "checkpoint", "eval", *(["rescore"] if "rescore" in shared else []))
+    names = ("rollout", "step", "checkpoint", "eval", *(["regrade"] if "regrade" in shared else []))
     return ", ".join(f"{(n := shared.count(kind))} {kind}{'s' * (n != 1)}" for kind in names)
 
 

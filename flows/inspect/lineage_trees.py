@@ -156,7 +156,7 @@ def _users(graph: LineageGraph, node: Node) -> list[Node]:
 
 
 def _is_below_other(user: Node, others: list[Node]) -> bool:
-    """Return whether `user` is an evaluation that is shown below its checkpoint, or a rescored evaluation that is shown
+    """Return whether `user` is an evaluation that is shown below its checkpoint, or a regraded evaluation that is shown
     below the evaluation: one of `others`."""
     above = [other.id for other in others]
     return any(role in ("checkpoint", "samples") and id in above for role, id in user.inputs)
@@ -173,7 +173,7 @@ _MAX_PATH = 48  # characters of a prompt file or a source model in a tree
 
 def title(node: Node) -> str:
     """Return the name of an artifact for people: as `penstock lineage` accepts it, but a converted model by its source
-    and 8 characters of its hash, a rescored evaluation by its reward, and a long path by its end."""
+    and 8 characters of its hash, regraded samples by their reward, and a long path by its end."""
     commit = node.commit
     if commit is None:
         path = PurePosixPath(node.id)
@@ -182,10 +182,10 @@ def title(node: Node) -> str:
     if commit.kind == "model":
         source = next(iter(commit.inputs.values()), "")
         return f"{model_title(source)} ({PurePosixPath(node.name).name.removeprefix('megatron-')[:8]})"
-    if commit.listed_kind == "rescore":
+    if commit.listed_kind == "regrade":
         scoring = commit.state["scoring"]
         reward = PurePosixPath(scoring["custom_rm_path"] or scoring["rm_type"] or "rewards of the rows").name
-        return f"{node.name.rpartition('@')[0]} ({reward})"
+        return f"{node.name.rpartition('@' if commit.kind == 'eval' else '/')[0]} ({reward})"
     return node.name
 
 
@@ -260,7 +260,7 @@ def node_to_json(node: Node) -> dict[str, Any]:
     }
 
 
-_SHAPES = {"source": "note", "rollout": "folder", "step": "ellipse", "eval": "diamond"}
+_SHAPES = {"source": "note", "rollout": "folder", "step": "ellipse", "eval": "diamond", "regrade": "diamond"}
 _SHAPES |= dict.fromkeys(("model", "checkpoint", "export"), "box3d")
 
 

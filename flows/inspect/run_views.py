@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import time
@@ -35,6 +36,7 @@ from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.deletion import is_removed
+from penstock.storage.report.data import task_of
 from penstock.storage.store import Store, committed_prefixes, read_commits
 from penstock.storage.tracking.delivery import read_logged_metric
 from penstock.storage.web.login import HOST, live_link, ports_with_login
@@ -213,7 +215,8 @@ def curve_rows(commits: Sequence[Commit], update_seconds: Mapping[int, float]) -
 
 def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
     """Return the curves of the rewards over the policy versions, first of the evaluations, then of evaluations that
-    were scored again: "eval DATA_SET" or "rescore DATA_SET" -> curve."""
+    were graded again: "eval DATA_SET" or "regrade DATA_SET" -> curve; then, for each other grading of training rounds,
+    the curve of the number of changed rewards: "regrade HASH" -> curve."""
     scores: dict[tuple[str, str], list[Commit]] = {}
     for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: (c.listed_kind, c.index)):
         for name in eval_rewards(commit):
@@ -226,6 +229,10 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
         rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
         choices += [f"{rewards[0]:.3f} -> {texts[-1]}"] if len(rewards) > 1 else []
         rows[f"{kind} {name}"] = Curve(rewards, [*choices, f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"])
+    regraded = sorted((task_of(c), c.index, c) for c in commits if c.kind == "regrade")
+    for name, of_name in itertools.groupby(regraded, lambda each: each[0]):
+        changed = [commit.summary[f"regrade@{name}/changed"] for _, _, commit in of_name]
+        rows[f"regrade {name}"] = Curve(changed, [f"{sum(changed):,.0f} rewards changed in {len(changed)} rounds"])
     return rows
 
 

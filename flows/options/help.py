@@ -85,7 +85,7 @@ SHORT: dict[str, ShortHelp] = {
             "score": "--eval-rm-type --pass-threshold",
             "GPUs": "--num-engines --rollout-num-gpus-per-engine",
         },
-        "See also `penstock eval --rescore --help` and `penstock eval --compare --help`.",
+        "See also `penstock eval --compare --help` and `penstock regrade --help`.",
     ),
 }
 

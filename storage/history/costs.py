@@ -118,11 +118,11 @@ def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iter
 
 
 def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
-    """Return the commits of a run, except commits that a fork shares with its parent, and except rescored evaluations,
-    which are made when no driver is alive."""
+    """Return the commits of a run, except commits that a fork shares with its parent, and except those of `penstock
+    regrade`, which are made when no driver is alive."""
     record = read_run_record(store, keys)
     first_step = record.parent.at if record and record.parent else 0
-    own = (c for c in read_commits(store, keys) if c.listed_kind != "rescore" and c.writer in ("", keys.run))
+    own = (c for c in read_commits(store, keys) if c.listed_kind != "regrade" and c.writer in ("", keys.run))
     return [commit for commit in own if commit.kind != "step" or commit.index >= first_step]
 
 

@@ -10,6 +10,7 @@ a Hugging Face model). The inputs of a node, by role:
     checkpoint   the step that made its weights, or the model for policy version 0
     eval         the evaluated policy, its checkpoint if there is one, and the prompt files
     export       the checkpoint
+    regrade      the rollout whose samples were graded again
 
 "The policy" of version v is the step that made it, or the converted model for version 0, because a checkpoint may
 expire while the step remains. A fork contains copies of its parent's commits; the graph has only the originals.
@@ -159,7 +160,7 @@ def inputs_of(graph: LineageGraph, key: str, commit: Commit, attempts: dict[str,
 
 REFERENCES = (
     "RUN, RUN/20 (a checkpoint), RUN/rollout/19, RUN/step/19, RUN/eval/20/DATA_SET, RUN/export/20, RUN/sample/ID, "
-    "RUN/prompt/ID"
+    "RUN/prompt/ID, RUN/regrade/19/HASH"
 )
 
 
@@ -196,7 +197,7 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
     if kind not in STAGE_KINDS or not index.isdecimal():
         return ""
     prefix = f"{keys.prefix}/{kind}s/{int(index):06d}"
-    if kind == "eval" and not data_set:
+    if kind in ("eval", "regrade") and not data_set:
         names = store.committed_names(prefix)
         return graph.resolve(commit_key(f"{prefix}/{names[0]}")) if names else ""
     return graph.resolve(commit_key(f"{prefix}/{data_set}" if data_set else prefix))

@@ -220,12 +220,13 @@ class _RunAudit:
             earlier = kind == "rollout" and commit.policy_version in (-1, 0)
             oldest = version - max_staleness(commit)
             self.result.num_off_policy += earlier and 0 == commit.policy_version < oldest
-            if not oldest <= commit.policy_version <= version and not earlier:
+            if kind != "regrade" and not oldest <= commit.policy_version <= version and not earlier:
                 allowed = f"{version}" if oldest == version else f"{oldest} to {version}"
                 self.add_problem(
                     f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {allowed}"
                 )
             sources = {"step": ("rollout", keys.rollout_prefix), "export": ("checkpoint", keys.checkpoint_prefix)}
+            sources["regrade"] = ("samples", keys.rollout_prefix)
             if kind in sources:
                 role, prefix_of = sources[kind]
                 was, needed = commit.inputs.get(role), commit_key(prefix_of(index))

@@ -51,7 +51,7 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     """Return everything that the report shows except samples, and the run's commits in the order of their creation."""
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
-    of_run = [commit for commit in commits if commit.listed_kind != "rescore"]
+    of_run = [commit for commit in commits if commit.listed_kind != "regrade"]
     stages = [  # for the time line; times in seconds since the epoch
         {
             "kind": commit.kind,
@@ -75,7 +75,7 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
         "gaps": gaps,
         "events": collect_events(rounds, stages, gaps, given.changes),
         "evaluations": _scores(commits, "eval"),
-        "rescores": _scores(commits, "rescore"),
+        "regrades": _scores(commits, "regrade"),
         "comparisons": collect_comparisons(store, commits, given.compare),
         "lineage": collect_lineage(store, keys, given.record, commits),
         "costs": collect_costs(compute_costs(store, keys), stages, given.record.config),
@@ -195,19 +195,21 @@ def collect_header(
 
 
 def task_of(commit: Commit) -> str:
-    """Return the data set of an evaluation: its attempt is .../evals/<version>/<data set>/attempt-<id>."""
+    """Return the data set of an evaluation: its attempt is .../evals/<version>/<data set>/attempt-<id>. For a regraded
+    round, return the hash of its grading."""
     parts = (commit.attempt or "").split("/")
     return parts[-2] if len(parts) >= 2 else ""
 
 
 def _evaluations(commits: Iterable[Commit], kind: str = "eval") -> list[Commit]:
-    """Return the evaluations (`eval`) or the rescored ones (`rescore`), sorted by data set and version."""
+    """Return the evaluations (`eval`), or what was graded again (`regrade`), sorted by data set and version."""
     return sorted((c for c in commits if c.listed_kind == kind), key=lambda commit: (task_of(commit), commit.index))
 
 
 def _scores(commits: Iterable[Commit], kind: str) -> list[dict[str, Any]]:
     return [
         {
+            "kind": commit.kind,
             "task": task_of(commit),
             "version": commit.index,
             "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
@@ -261,7 +263,7 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
         "checkpoints": [entry(c) for c in commits if c.kind == "checkpoint"],
         "expired": expired_versions(store, keys),
         "evaluations": [entry(c) | {"task": task_of(c)} for c in _evaluations(commits)],
-        "rescores": [entry(c) | {"task": task_of(c)} for c in _evaluations(commits, "rescore")],
+        "regrades": [entry(c) | {"task": task_of(c)} for c in _evaluations(commits, "regrade")],
         "exports": [entry(c) for c in commits if c.kind == "export"],
     }
 

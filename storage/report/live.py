@@ -118,7 +118,7 @@ class LiveRun:
 
     def _add(self, commit: Commit) -> None:
         kind, index = commit.listed_kind, commit.index
-        if kind == "rescore":
+        if kind == "regrade":
             return
         if kind == "step":
             self.num_trained = max(self.num_trained, index + 1)

@@ -171,7 +171,7 @@ function showLineage(overview) {
     ...lineage.checkpoints.map((entry) => row("checkpoint", entry)),
     ...lineage.expired.map((version) => ["expired checkpoint", { n: String(version) }, "", "", ""]),
     ...lineage.evaluations.map((entry) => row("evaluation", entry)),
-    ...lineage.rescores.map((entry) => row("rescored", entry)), ...lineage.exports.map((entry) => row("export", entry))];
+    ...lineage.regrades.map((entry) => row("regraded", entry)), ...lineage.exports.map((entry) => row("export", entry))];
   const forks = lineage.parents.map(({ run, at }) => "fork of " + run + " at round " + at);
   const models = Object.entries(lineage.models).map(([role, key]) => role + " model: " + key.replace(".commit.json", ""));
   section("lineage", "Lineage", card(lineageChart(lineage, header),
@@ -200,8 +200,9 @@ function lineageChart(lineage, header) {
 // ---- tables -----------------------------------------------------------------------------------------------------------
 
 function showEvaluations(overview) {
-  const scores = [...overview.evaluations, ...overview.rescores];
-  if (!scores.length) return;
+  const regraded = overview.regrades.filter(({ kind }) => kind === "regrade");
+  const scores = [...overview.evaluations, ...overview.regrades.filter(({ kind }) => kind === "eval")];
+  if (!scores.length && !regraded.length) return;
   const rows = scores.map(({ task, version, metrics }) => {
     const value = (suffix) => metrics["eval/" + task + suffix];
     const interval = (suffix) => isNumber(value(suffix + "-ci_low"))
@@ -211,8 +212,17 @@ function showEvaluations(overview) {
       { n: formatNumber(value("/response_len/mean")) }, { n: formatNumber(value("/num_prompts")) }];
   });
   const titles = ["data set", "version", "mean reward", "95 % interval", "pass@1", "truncated", "failed", "mean length", "prompts"];
-  const node = section("evaluations", "Evaluations", card(scrolling(table(titles, rows))));
+  const node = section("evaluations", "Evaluations", ...(scores.length ? [card(scrolling(table(titles, rows)))] : []));
+  if (regraded.length) node.append(regradedCard(regraded));
   if (overview.comparisons.length) node.append(comparisonCard(overview.comparisons));
+}
+
+function regradedCard(rounds) {
+  const names = ["num_samples", "old_reward", "reward", "changed", "right_to_wrong", "wrong_to_right", "failed", "gradient_cosine"];
+  const rows = rounds.map(({ task, version, metrics }) =>
+    [task, { n: String(version) }, ...names.map((name) => ({ n: formatNumber(metrics["regrade@" + task + "/" + name]) }))]);
+  const titles = ["grading", "round", ...names.map((name) => name.replaceAll("_", " "))];
+  return card(element("h3", {}, "Training rounds, graded again"), scrolling(table(titles, rows), "tall"));
 }
 
 function comparisonCard(comparisons) {

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -74,6 +75,27 @@ def trained_mask(table: pa.Table | pa.RecordBatch, *, needs_rewards: bool) -> tu
 def encode_runs(values: Iterable[int]) -> list[tuple[int, int]]:
     """Encode equal values in a row as (value, number of times)."""
     return [(int(value), len(list(same))) for value, same in groupby(values)]
+
+
+# ---- regraded rounds -------------------------------------------------------------------------------------------------
+
+REGRADED_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("old_reward", pa.float64()),
+        ("reward", pa.float64()),  # null if grading failed
+        ("error", pa.string()),  # why generation or grading failed
+        ("old_advantage", pa.float64()),  # of the last trained token, from the old rewards alone
+        ("advantage", pa.float64()),
+    ]
+)
+
+
+def write_regraded(directory: Path, columns: Sequence[Sequence[Any] | np.ndarray]) -> None:
+    """Write the file of a regraded round: the columns of REGRADED_SCHEMA, where NaN stands for null."""
+    arrays = [pa.array(values, field.type, from_pandas=True) for field, values in zip(REGRADED_SCHEMA, columns)]
+    table = pa.Table.from_arrays(arrays, schema=REGRADED_SCHEMA)
+    pq.write_table(table, directory / f"{TRAINED}-00000.parquet", compression="zstd")
 
 
 # ---- trained tokens --------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class RunCommits:
     def child_run_name(self, key: str, commit: Commit) -> str:
         """Return the name of the tracker's child run for the commit at `key`, or "" if the parent run has it."""
         match commit.kind:
-            case "rollout" | "step" | "model":
+            case "rollout" | "step" | "model" | "regrade":
                 return ""
             case "checkpoint":
                 first = self.previous_checkpoint(commit.index)

@@ -45,7 +45,7 @@ FLOWS = ("train", "sft", "eval")
 # command, also of one that is added later, only the flags are checked.
 HARMLESS = {
     *("convert", "export", "eval", "import-slime", "resume", "replay", "fork", "promote", "rm", "verify", "gc"),
-    *("runs", "show", "lineage", "samples", "query", "report"),
+    *("runs", "show", "lineage", "samples", "query", "report", "regrade"),
 }
 # Programs of others, which are not checked.
 PROGRAMS = re.compile(
@@ -129,13 +129,13 @@ def check_script(snippet: Snippet, words: list[str]) -> None:
 def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Check a `penstock` command without starting anything."""
     command, argv = words[0], [word for word in words[1:] if word not in ("--dry-run", "--help-all")]
-    if command in FLOWS and not {"--rescore", "--compare"} & set(argv):
+    if command in FLOWS and "--compare" not in argv:
         try:
             validate_config(flags.parse_values(argv))
         except PenstockError as error:
             pytest.fail(f"{snippet}: penstock {' '.join(words)}: {error}")
         return
-    cli.main([command, *(word for word in argv if word in ("--rescore", "--compare", "--cost", "--to")), "--help"])
+    cli.main([command, *(word for word in argv if word in ("--compare", "--cost", "--to")), "--help"])
     known = {"--config", *flags.penstock_flags(), *re.findall(r"--[a-z-]+", capsys.readouterr().out)}
     used = {word.partition("=")[0] for word in argv if word.startswith("--")}
     assert {flag for flag in used - known if not flag.startswith(flags.engine_prefixes())} == set(), (

@@ -1,4 +1,4 @@
-"""Make runs with evaluations of given responses: real data source, shards and commits, no engine."""
+"""Make runs with rounds and evaluations of given responses: real data source, shards and commits, no engine."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.storage.commit import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import write_shards
+from penstock.storage.samples.shards import encode_runs, write_shards
 from penstock.storage.store import Store
 
 LIMIT = 8  # tokens of a response
@@ -33,16 +33,56 @@ def config_of(store: Store, data: Path, run: str, *words: str) -> PostTrainConfi
     )
 
 
-def evaluate(
-    store: Store, config: PostTrainConfig, version: int, responses: list[list[str]], name: str = "sums"
-) -> Commit:
-    """Commit an evaluation with `responses` per prompt, graded by the config. "" stands for a failed generation, "?"
-    for a failed grader."""
-    keys = open_run(store, resolve("evaluate", config, store))
+def open_with_model(store: Store, config: PostTrainConfig, flow: str) -> RunKeys:
+    keys = open_run(store, resolve(flow, config, store))
     if not store.exists(keys.origin_key("base")):
         store.commit("models/abc", Commit(kind="model", policy_version=0))
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
         store.create(keys.origin_key("base"), base.model_dump_json().encode())
+    return keys
+
+
+def train_rounds(store: Store, config: PostTrainConfig, rounds: list[list[list[str]]], flow: str = "train") -> RunKeys:
+    """Commit rollouts with responses per round and prompt ("" and "?": see `evaluate`), and the steps on them."""
+    keys, state, source = open_with_model(store, config, flow), None, PromptSource.open(config.rollout)
+    for r, responses in enumerate(rounds):
+        prompts, after = source.take(source.restore(state), len(responses))
+        samples = [
+            sample_of(f"{prompt.issue:09d}", index, r, prompt.label, response, (prompt.epoch, prompt.file, prompt.row))
+            for prompt, of_prompt in zip(prompts, responses, strict=True)
+            for index, response in enumerate(of_prompt)
+        ]
+        with Grader(RewardSettings("exact_number")) as grader:
+            grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
+        state = after.model_dump(mode="json")
+        commit_round(store, keys, r, samples, state)
+    return keys
+
+
+def commit_round(store: Store, keys: RunKeys, r: int, samples: list[Sample], state: dict[str, object]) -> None:
+    prefix = keys.rollout_prefix(r)
+    attempt = store.new_attempt(prefix)
+    with store.writing(attempt) as out:
+        write_shards(out.path, samples)
+    fields = {"kind": "rollout", "run": keys.run, "index": r, "policy_version": r, "state": {"data_source": state}}
+    store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
+    step = Commit(kind="step", run=keys.run, index=r, policy_version=r + 1, inputs={"rollout": commit_key(prefix)})
+    is_trained = [sample.reward is not None and any(sample.loss_mask) for sample in samples]
+    step.state = {"sample_uses": encode_runs(is_trained)}
+    store.commit(keys.step_prefix(r), step)
+
+
+def evaluate(
+    store: Store,
+    config: PostTrainConfig,
+    version: int,
+    responses: list[list[str]],
+    name: str = "sums",
+    flow: str = "evaluate",
+) -> Commit:
+    """Commit an evaluation with `responses` per prompt, graded by the config. "" stands for a failed generation, "?"
+    for a failed grader."""
+    keys = open_with_model(store, config, flow)
     path = dict(config.eval.data_sets)[name]
     source = PromptSource.open(config.rollout.model_copy(update=config.eval.rollout_overrides(path, name)))
     prompts, after = source.take(source.restore(None), len(source))
@@ -82,7 +122,3 @@ def sample_of(group: str, index: int, version: int, label: str, response: str, w
         status=Status.FAILED if failed else Status.TRUNCATED if "..." in response else Status.COMPLETED,
         policy_versions=(version, version), metadata=metadata,
     )  # fmt: skip
-
-
-def keys_of(config: PostTrainConfig) -> RunKeys:
-    return RunKeys(config.run.run)

@@ -351,7 +351,7 @@ def rows_of_commands() -> Iterator[Bad]:
 
 
 def rows_of_evaluations() -> Iterator[Bad]:
-    """`penstock eval`, its further forms, and the file of --eval-config."""
+    """`penstock eval`, its further form, `penstock regrade`, and the file of --eval-config."""
     run = ("--store", "{root}/runs")
     for words, culprit in (
         (("--compare",), "--compare"), (("--compare", "old", *run), "--compare"),
@@ -363,22 +363,26 @@ def rows_of_evaluations() -> Iterator[Bad]:
         (("--compare", "old/0", "other", *run), "evaluated on sums and other/0 on more"),
         (("--compare=1", "a", "b", *run), "--compare"), (("--compare", "old/0", "old/2", "--lr", "1", *run), "--lr"),
         (("--compare", "old", LONG, *run), "xxx"), (("--compare", "old/0", "old/00", *run), "00"),
-        (("--rescore",), "--rescore"), (("--rescore", "ghost", *run), "ghost"), (("--rescore", "../old", *run),
-        "../old"), (("--rescore=", *run), "--rescore"),
-        (("--rescore", "scored", "--version", "x", *run), "--version"),
-        (("--rescore", "scored", "--version", "7", *run), "--version"),
-        (("--rescore", "scored", "--version", "\u00b2", *run), "--version"),
-        (("--rescore", "scored", "--dataset", "ghost", *run), "--dataset"),
-        (("--rescore", "scored", "--lr", "1", *run), "--lr"), (("--rescore", "scored", "extra", *run), "extra"),
-        (("--rescore", "scored", "--rescore", "old", *run), "--rescore"),
-        (("--rescore", "scored", "--rm-type", "exact_nmber", *run), "exact_nmber"),
-        (("--rescore", "scored", "--pass-threshold", "inf", *run), "--pass-threshold"),
-        (("--rescore", "scored", "--rm-type", "dapo", *run), "--reward-key"),
-        (("--rescore", "scored", "--custom-rm-path", "{root}/nowhere.py", *run), "nowhere.py"),
-        (("--rescore", "scored", "--eval-rm-type", "math", "--custom-rm-path", "{root}/reward.py", *run),
-        "--eval-rm-type"),
     ):  # fmt: skip
         yield Bad(("eval", *words), culprit)
+    for words, culprit in (
+        ((), "regrade needs the name"), (("ghost", *run), "ghost"), (("../old", *run), "../old"),
+        (("scored", "--version", "x", *run), "--version"), (("scored", "--version", "7", *run), "--version"),
+        (("scored", "--version", "\u00b2", *run), "--version"), (("scored", "--dataset", "ghost", *run), "--dataset"),
+        (("scored", "--rounds", "0", *run), "--rounds"), (("scored", "--rounds", "3-x", *run), "3-x"),
+        (("scored", "--rounds", "\u00b2", *run), "--rounds"), (("scored", "--rounds", *run), "--rounds"),
+        (("scored", "--lr", "1", *run), "--lr"), (("scored", "extra", *run), "extra"),
+        (("scored", "--detectors", *run), "--detectors"), (("scored", "--detectors=1", *run), "--detectors"),
+        (("scored", "--fail-above", "1.01", *run), "--fail-above"), (("scored", "--fail-above", "-1", *run), "-1"),
+        (("scored", "--fail-above", "nan", *run), "--fail-above"),
+        (("scored", "--rm-type", "exact_nmber", *run), "exact_nmber"),
+        (("scored", "--eval-rm-type", "math", *run), "--eval-rm-type"),
+        (("scored", "--pass-threshold", "inf", *run), "--pass-threshold"),
+        (("scored", "--rm-type", "dapo", *run), "--reward-key"),
+        (("scored", "--custom-rm-path", "{root}/nowhere.py", *run), "nowhere.py"),
+        (("scored", "--rm-type", "math", "--custom-rm-path", "{root}/reward.py", *run), "--rm-type"),
+    ):  # fmt: skip
+        yield Bad(("regrade", *words), culprit)
     for words, culprit in (
         (("--eval-prompt-data", "sums"), "--eval-prompt-data"), (("--eval-prompt-data", "a", "b", "c"),
         "--eval-prompt-data"),

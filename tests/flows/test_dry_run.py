@@ -417,7 +417,7 @@ def test_dry_run_of_resume_plans_the_recorded_run(
     assert out.startswith("committed rounds: 1; ") == (flow != "evaluate")
 
 
-@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "eval --rescore r", "verify r", "samples r"])
+@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "regrade r", "verify r", "samples r"])
 def test_commands_without_dry_run_name_those_that_have_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--dry-run"]) == 2
     assert "--dry-run: train, sft, eval and resume have it" in capsys.readouterr().err

@@ -1,15 +1,13 @@
-"""The help of `penstock eval --rescore` and `--compare`."""
+"""The help of `penstock eval --compare` and `penstock regrade`, to which that of `penstock eval` refers."""
 
 import pytest
 
 from penstock.flows import cli
 
 
-@pytest.mark.parametrize(("form", "other"), [("--rescore", "--compare"), ("--compare", "--rescore")])
-def test_help_of_rescore_and_compare(form: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["eval", form, "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"penstock eval {form} ")
-    assert other not in printed
+@pytest.mark.parametrize("form", ["eval --compare", "regrade"])
+def test_help_of_compare_and_regrade(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*form.split(), "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"penstock {form} ")
     assert cli.main(["eval", "--help"]) == 0
-    assert f"penstock eval {form} --help" in capsys.readouterr().out
+    assert f"penstock {form} --help" in capsys.readouterr().out

@@ -83,6 +83,6 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     commit = store.committed(session.run.keys.eval_prefix(7, "own"))
     assert commit is not None and {"eval/own-pass@4", "eval/own-majority@4", "eval/own-ci_low"} <= commit.summary.keys()
     assert found["own"].mean_reward == commit.summary["eval/own"]
-    assert cli.main(["eval", "--rescore", "run", "--store", store.root, "--eval-rm-type", "boxed_exact_number"]) == 0
+    assert cli.main(["regrade", "run", "--store", store.root, "--rm-type", "boxed_exact_number"]) == 0
     assert cli.main(["eval", "--compare", "run/7", "run", "--store", store.root]) == 0
     assert capsys.readouterr().out.count("own@") == 2, "what the stage writes can be scored again and compared"

@@ -145,14 +145,14 @@ def test_energy_that_no_device_tells_is_absent(store: Store, capsys: pytest.Capt
     assert "energy of the GPUs" not in capsys.readouterr().out
 
 
-def test_rescored_evaluation_costs_nothing_and_does_not_extend_a_killed_start(store: Store) -> None:
+def test_regraded_evaluation_costs_nothing_and_does_not_extend_a_killed_start(store: Store) -> None:
     record_start(store, KEYS, Start(at=300, trainer_devices=2, engine_devices=4))
     prefix = KEYS.eval_prefix(1, "sums")
     fields = {"kind": "eval", "run": "r", "index": 1, "policy_version": 1}
     evaluation = Commit(created_at=320, seconds={"generate": 15.0}, **fields)
     assert store.create(commit_key(prefix), evaluation.model_dump_json().encode())
     before = compute_costs(store, KEYS)
-    rescored = Commit(created_at=9e5, seconds={"reward": 15.0}, inputs={"samples": commit_key(prefix)}, **fields)
-    assert store.create(commit_key(f"{prefix}@0123abcd"), rescored.model_dump_json().encode())
+    regraded = Commit(created_at=9e5, seconds={"reward": 15.0}, inputs={"samples": commit_key(prefix)}, **fields)
+    assert store.create(commit_key(f"{prefix}@0123abcd"), regraded.model_dump_json().encode())
     assert compute_costs(store, KEYS) == before
     assert before.device_seconds["engines"]["evaluation"] == 4 * 15

@@ -45,7 +45,7 @@ def export(store: Store, keys: RunKeys, version: int) -> str:
 
 
 def score_again(store: Store, keys: RunKeys, version: int) -> None:
-    """Commit an evaluation that scores the samples of an existing one again, as `penstock eval --rescore`."""
+    """Commit an evaluation that scores the samples of an existing one again, as `penstock regrade`."""
     source = keys.eval_prefix(version, "sums")
     old = store.committed(source)
     assert old is not None
@@ -117,6 +117,19 @@ def test_links_lead_back(store: Store, database: Path) -> None:
     again, original = runs["m", "eval-000001-sums@0a"], runs["m", "eval-000001-sums"]
     pairs = {(models["r-000004-export"], new), (models["r-000002"], loading), (evaluated, trained), (again, original)}
     assert {(fork, parent)} | pairs | {(b, a) for a, b in pairs} <= links
+
+
+def test_regraded_rounds_are_curves_of_the_run_itself(store: Store, database: Path) -> None:
+    keys = RunKeys("n")
+    for r in range(2):
+        prefix, inputs = keys.regrade_prefix(r, "0123abcd"), {"samples": commit_key(keys.rollout_prefix(r))}
+        fields = {"run": "n", "index": r, "inputs": inputs, "summary": {"regrade@0123abcd/changed": 5.0 + r}}
+        commit_files(store, prefix, {"part-00000.parquet.txt": b"rewards"}, kind="regrade", **fields)
+    client = send(store, database, "n")
+    (main,) = (run for run in Shown(client).runs if run.info.run_name == "n")
+    history = client.get_metric_history(main.info.run_id, "regrade_at_0123abcd/changed")
+    assert [(point.step, point.value) for point in history] == [(0, 5.0), (1, 6.0)]
+    assert not [run.info.run_name for run in Shown(client).runs if "regrade" in run.info.run_name]
 
 
 def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(

@@ -6,8 +6,10 @@ log-probs and values that they need.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.losses import kl_estimate
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
+from penstock.stages.train.reuse import cosine
 from penstock.storage.errors import PluginError
 
 VARIANCE_EPSILON = 1e-8
@@ -77,6 +80,62 @@ def whiten(advantages: Tensor) -> Tensor:  # [N] -> [N]
     deviations = above - above.mean()
     variance = deviations.square().sum() / max(len(advantages) - 1, 1)
     return deviations * (variance + VARIANCE_EPSILON).rsqrt()
+
+
+def compare_advantages(
+    rewards: Sequence[np.ndarray],  # old and new, [B] each; NaN = no reward
+    group_index: np.ndarray,  # [B]
+    trajectory_index: np.ndarray,  # [B]
+    num_tokens: np.ndarray,  # [B] trained tokens of each sample
+    config: AlgorithmConfig,
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Return the advantages [B] of a round with its old and with new rewards, and metrics of the difference.
+
+    The advantage of a sample is that of its last trained token, from rewards alone: without critic, teacher and KL
+    penalty. If the log-prob gradients of different tokens are uncorrelated and equally long, the expected product of
+    two policy gradients is the sum over the samples of T w w' A A', with T tokens of loss weight w: `gradient_cosine`
+    and `gradient_ratio` (of the norms) follow from the vectors sqrt(T) w A [B].
+    """
+    advantages, gradients = [], []
+    for of_samples in rewards:
+        advantages.append(_advantages_from_rewards(of_samples, group_index, num_tokens, config))
+        trained = np.where(np.isnan(of_samples), 0, num_tokens)
+        weights = _loss_weights(trained, group_index, trajectory_index, config)
+        gradients.append(np.sqrt(trained) * weights * advantages[-1])
+    (old, new), norms = advantages, [float(np.linalg.norm(each)) for each in gradients]
+    metrics = {"changed_advantages": float((old != new).sum()), "changed_signs": float((old * new < 0).sum())}
+    metrics |= {"gradient_cosine": cosine(*gradients)}
+    metrics |= {"gradient_ratio": norms[1] / norms[0]} if norms[0] else {}
+    return advantages, metrics
+
+
+def _loss_weights(
+    num_tokens: np.ndarray, group_index: np.ndarray, trajectory_index: np.ndarray, config: AlgorithmConfig
+) -> np.ndarray:  # [B]
+    """Return the weight of each trained token of a sample in the policy-gradient loss of one optimizer step, as
+    `compute_loss_weights` does for single tokens, which take too much memory here."""
+    units = group_index if config.calculate_per_prompt_loss else trajectory_index
+    sizes = np.bincount(units, num_tokens)  # trained tokens of each
+    if config.calculate_per_token_loss:
+        return np.full(len(units), 1 / max(num_tokens.sum(), 1))
+    divisors = np.full(len(sizes), config.loss_denominator) if config.loss_denominator else np.maximum(sizes, 1)
+    return np.asarray(1 / (divisors[units] * max(int(np.count_nonzero(sizes)), 1)))
+
+
+def _advantages_from_rewards(
+    rewards: np.ndarray, group_index: np.ndarray, num_tokens: np.ndarray, config: AlgorithmConfig
+) -> np.ndarray:  # [B] float64; 0 for samples without a reward or trained tokens
+    trained = np.flatnonzero((num_tokens > 0) & ~np.isnan(rewards))
+    zeros, groups = torch.zeros(len(trained), dtype=torch.float64), torch.from_numpy(group_index)
+    one_token_each = Experience(torch.from_numpy(trained), torch.from_numpy(rewards), groups, rollout_logprobs=zeros)
+    estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
+    advantages = estimator(one_token_each, zeros, config).advantages
+    if config.normalize_advantages:
+        lengths = torch.from_numpy(num_tokens[trained])
+        advantages = whiten(advantages.repeat_interleave(lengths))[lengths.cumsum(0) - 1]
+    result = np.zeros(len(rewards))
+    result[trained] = advantages.numpy()
+    return result
 
 
 def call_custom_estimator(path: str, experience: Experience, config: AlgorithmConfig) -> Estimate:

@@ -1,20 +1,19 @@
-"""Rescoring of stored samples by `penstock eval --rescore`."""
+"""Grading stored samples of evaluations again with `penstock regrade`."""
 
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from evaluated_run import config_of, evaluate, keys_of, write_sums
+from evaluated_run import config_of, evaluate, write_sums
 
 from penstock.flows import cli
-from penstock.flows.commands import stored_evals
+from penstock.flows.commands import regrade
 from penstock.flows.inspect.report import compare_evaluations
 from penstock.flows.inspect.run_views import evaluation_rows
 from penstock.flows.reporting.prefect_page import describe_progress
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
-from penstock.stages.eval.rescoring import Scoring
 from penstock.storage.commit import Commit, RunKeys, evaluation_rewards
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.report.data import ReportInput, collect_overview
@@ -38,7 +37,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def command(store: Store, *words: str) -> int:
-    return cli.main(["eval", "--rescore", "r", "--store", store.root, *words])
+    return cli.main(["regrade", "r", "--store", store.root, *words])
 
 
 def scored_again(store: Store, version: int) -> list[str]:
@@ -46,13 +45,13 @@ def scored_again(store: Store, version: int) -> list[str]:
     return [name.removesuffix(".commit.json") for name in names if "@" in name and name.endswith(".commit.json")]
 
 
-def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_regrading_commits_beside_the_old_evaluation(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     before = {found.key: store.read(found.key) for found in store.walk("")}
     problems = audit_run(store, RunKeys("r")).problems
     assert len(problems) == 1 and problems[0].startswith("eval 20 has a policy version that was not trained"), (
         "by construction"
     )
-    assert command(store, "--version", "20", "--eval-rm-type", "boxed_exact_number") == 0
+    assert command(store, "--version", "20", "--rm-type", "boxed_exact_number") == 0
     shown = capsys.readouterr().out
     assert {key: store.read(key) for key in before} == before, "nothing that was committed has changed"
     (name,) = scored_again(store, 20)
@@ -70,10 +69,10 @@ def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytes
     assert audit_run(store, keys).problems == problems
 
 
-def rescored_run(store: Store) -> list[Commit]:
-    assert command(store, "--eval-rm-type", "boxed_exact_number") == 0
+def regraded_run(store: Store) -> list[Commit]:
+    assert command(store, "--rm-type", "boxed_exact_number") == 0
     commits = read_commits(store, RunKeys("r"))
-    assert [c.listed_kind for c in commits] == ["eval", "eval", "rescore", "rescore"]
+    assert [c.listed_kind for c in commits] == ["eval", "eval", "regrade", "regrade"]
     return commits
 
 
@@ -95,38 +94,38 @@ def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
     ],
     ids=["curve of the Prefect page", "line of a start", "summary", "show", "curve of the trackers"],
 )
-def test_rescored_evaluation_is_not_listed_as_an_evaluation(store: Store, names_of_evaluations) -> None:
-    assert list(names_of_evaluations(rescored_run(store))) == ["sums"]
+def test_regraded_evaluation_is_not_listed_as_an_evaluation(store: Store, names_of_evaluations) -> None:
+    assert list(names_of_evaluations(regraded_run(store))) == ["sums"]
 
 
-def test_rescored_evaluations_add_nothing_to_the_seconds_of_evaluations(store: Store) -> None:
-    commits = rescored_run(store)
+def test_regraded_evaluations_add_nothing_to_the_seconds_of_evaluations(store: Store) -> None:
+    commits = regraded_run(store)
     assert seconds_by_stage(commits, []) == seconds_by_stage(commits[:2], [])
 
 
-def test_show_lists_rescored_evaluations_under_their_own_title(store: Store) -> None:
-    rows = evaluation_rows(rescored_run(store))
-    assert list(rows) == ["eval sums", f"rescore {scored_again(store, 0)[0]}"]
+def test_show_lists_regraded_evaluations_under_their_own_title(store: Store) -> None:
+    rows = evaluation_rows(regraded_run(store))
+    assert list(rows) == ["eval sums", f"regrade {scored_again(store, 0)[0]}"]
 
 
-def test_report_separates_rescored_evaluations(store: Store) -> None:
-    rescored_run(store)
+def test_report_separates_regraded_evaluations(store: Store) -> None:
+    regraded_run(store)
     record = read_existing_record(store, RunKeys("r"))
     report, _ = collect_overview(store, RunKeys("r"), ReportInput(record, 0, [], compare=compare_evaluations))
     name = scored_again(store, 0)[0]
     for part in (report, report["lineage"]):
         assert [(e["task"], e["version"]) for e in part["evaluations"]] == [("sums", 0), ("sums", 20)]
-        assert [(e["task"], e["version"]) for e in part["rescores"]] == [(name, 0), (name, 20)]
+        assert [(e["task"], e["version"]) for e in part["regrades"]] == [(name, 0), (name, 20)]
     assert [comparison["task"] for comparison in report["comparisons"]] == ["sums"]
 
 
-def test_fork_counts_rescored_evaluations_apart(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    rescored_run(store)
+def test_fork_counts_regraded_evaluations_apart(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    regraded_run(store)
     assert cli.main(["fork", "r", "--at", "0", "--name", "f", "--store", store.root]) == 0
-    assert "0 checkpoints, 1 eval, 1 rescore" in capsys.readouterr().out
+    assert "0 checkpoints, 1 eval, 1 regrade" in capsys.readouterr().out
 
 
-def test_seconds_of_a_rescored_evaluation_are_not_those_of_an_evaluation(store: Store) -> None:
+def test_seconds_of_a_regraded_evaluation_are_not_those_of_an_evaluation(store: Store) -> None:
     def seconds() -> tuple[list[tuple], dict]:
         connection, _ = open_connection(store, ["r"])
         rows = execute(connection, "select sum(seconds), count(*) from commits where kind = 'eval'")[1].fetchall()
@@ -134,15 +133,15 @@ def test_seconds_of_a_rescored_evaluation_are_not_those_of_an_evaluation(store: 
         return rows, {"stages": report["stages"], "gaps": report["gaps"], "parts": report["costs"]["parts"]}
 
     before = seconds()
-    assert command(store, "--eval-rm-type", "boxed_exact_number") == 0
+    assert command(store, "--rm-type", "boxed_exact_number") == 0
     assert len(scored_again(store, 0)) == 1 and seconds() == before
     connection, _ = open_connection(store, ["r"])
-    assert execute(connection, "select count(*) from commits where kind = 'rescore'")[1].fetchall() == [(2,)]
+    assert execute(connection, "select count(*) from commits where kind = 'regrade'")[1].fetchall() == [(2,)]
     assert execute(connection, "select count(*) from evaluations")[1].fetchall() == [(4,)]
 
 
 def test_samples_whose_grader_failed_are_graded_again(store: Store) -> None:
-    assert command(store, "--version", "0", "--eval-rm-type", "boxed_exact_number") == 0
+    assert command(store, "--version", "0", "--rm-type", "boxed_exact_number") == 0
     commit = store.committed(RunKeys("r").eval_prefix(0, scored_again(store, 0)[0]))
     assert commit is not None
     *_, cut_off, _, truncated, never_generated, graded_now = read_samples(store, commit)
@@ -153,7 +152,7 @@ def test_samples_whose_grader_failed_are_graded_again(store: Store) -> None:
 
 
 @pytest.mark.full
-def test_repeated_rescoring_reuses_the_commit_unless_the_function_changed(store: Store, tmp_path: Path) -> None:
+def test_repeated_regrading_reuses_the_commit_unless_the_function_changed(store: Store, tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def reward_func(args, sample):\n    return float('or' in sample.response)\n")
     for _ in range(2):
@@ -176,37 +175,44 @@ def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
         f'[[datasets]]\nname = "own"\npath = "{data}"\nrm_type = "dapo"\nreward_key = "acc"\npass_threshold = 1.0\n'
     )
     config = config_of(store, data, "r", "--eval-config", str(file))
-    plain, _ = stored_evals.merge_scoring_settings(config, stored_evals.parse_scoring_options([]), "own")
-    assert plain == Scoring(rm_type="dapo", reward_key="acc", pass_threshold=1.0)
-    given = stored_evals.parse_scoring_options(["--eval-rm-type", "math", "--pass-threshold", "0"])
-    said, _ = stored_evals.merge_scoring_settings(config, given, "own")
-    assert said == Scoring(rm_type="math", reward_key="acc", pass_threshold=0.0)
-    custom, rollout = stored_evals.merge_scoring_settings(
-        config, stored_evals.parse_scoring_options(["--custom-rm-path", "m.py", "--reward-key", "x"]), "own"
-    )
-    assert custom == Scoring(custom_rm_path="m.py", reward_key="x", pass_threshold=1.0) and rollout.rm_type is None
-    assert len({one.hash for one in (plain, said, custom)}) == 3
-    assert keys_of(config).run == "r"
-    integers, _ = stored_evals.merge_scoring_settings(
-        config, stored_evals.parse_scoring_options(["--eval-rm-type", "math", "--rm-evaluated-integers"]), "own"
-    )
-    assert integers.evaluated_integers and integers.hash not in (plain.hash, said.hash)
+    no_options = dict.fromkeys(("rm_type", "custom_rm_path", "reward_key", "rm_model_path", "rm_url"))
+    no_options |= {"rm_evaluated_integers": False, "group_rm": False, "pass_threshold": None}
+
+    def options(*words: str, data_set: str = "own") -> dict[str, object]:
+        given = regrade.parse_scoring_options(list(words))
+        merged, rollout = regrade.merge_scoring_options(config, given, data_set)
+        assert (rollout.rm_type, rollout.custom_rm_path) == (merged["rm_type"], merged["custom_rm_path"])
+        return merged
+
+    plain = options()
+    assert plain == no_options | {"rm_type": "dapo", "reward_key": "acc", "pass_threshold": 1.0}
+    math = options("--rm-type", "math", "--pass-threshold", "0")
+    assert math == no_options | {"rm_type": "math", "reward_key": "acc", "pass_threshold": 0.0}
+    custom = options("--custom-rm-path", "m.py", "--reward-key", "x", "--group-rm")
+    assert custom == no_options | {"custom_rm_path": "m.py", "reward_key": "x", "pass_threshold": 1.0}
+    assert options("--rm-type", "math", "--rm-evaluated-integers")["rm_evaluated_integers"] is True
+    of_rounds = options("--custom-rm-path", "m.py", "--group-rm", data_set="")
+    assert of_rounds == no_options | {"custom_rm_path": "m.py", "group_rm": True}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--eval-rm-type", "maths"], "did you mean math"),
-        (["--eval-rm-type", "dapo"], "--reward-key"),
+        (["--rm-type", "maths"], "did you mean math"),
+        (["--rm-type", "dapo"], "--reward-key"),
         (["--temperature", "0"], "unknown flag --temperature"),
-        (["--rollout-temperature", "0.5"], "--rollout-temperature has no effect on scoring"),
-        (["--version", "7"], "has no evaluation that matches --version and --dataset (it has: 0 sums, 20 sums)"),
+        (["--rollout-temperature", "0.5"], "--rollout-temperature has no effect on grading"),
+        (["--version", "7"], "--dataset (it has: evaluation 0 sums, evaluation 20 sums)"),
+        (["--rounds", "0"], "has no graded samples that match --rounds"),
+        (["--rounds", "1-x"], "--rounds takes a round or a range"),
+        (["--detectors"], "--detectors reads training rounds, but none is selected"),
+        (["--fail-above", "2"], "--fail-above takes a share from 0 to 1"),
         (["--version", "x"], "--version takes an integer"),
-        (["--dataset", "aime"], "has no evaluation that matches"),
-        (["--eval-rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
+        (["--dataset", "aime"], "has no graded samples that match"),
+        (["--rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
         (["--custom-rm-path", "none.py"], "none.py does not exist"),
         (["--custom-rm-path", "{path}/half.py", "--log-passrate"], "has the reward 0.5, but pass@k needs rewards of 0"),
-        (["--version", "0", "--custom-rm-path", "{path}/broken.py"], "grading of all 7 samples failed, the first with"),
+        (["--version", "0", "--custom-rm-path", "{path}/broken.py"], "grading of all 7 samples failed, the last with"),
     ],
 )
 def test_invalid_requests_print_one_sentence_and_commit_nothing(
@@ -221,5 +227,5 @@ def test_invalid_requests_print_one_sentence_and_commit_nothing(
 
 
 def test_an_unknown_run_is_an_error(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["eval", "--rescore", "x", "--store", store.root]) == 2
+    assert cli.main(["regrade", "x", "--store", store.root]) == 2
     assert "has no run 'x' (it has: r)" in capsys.readouterr().err
