@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from penstock.engines.families import RankParameters, count_rank_parameters, tensor_layout
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.families.tensor_rows import EMBEDDING, HEAD
+from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, VISION
 from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
 
@@ -160,10 +160,12 @@ def count_stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
 ) -> RankParameters:
     """Return how many parameters a rank of the pipeline stage `stage` has, whose layers are `layers`. The first stage
-    has the embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and
-    on different stages. A critic has a value head of one row instead of the LM head."""
+    has the embedding and the vision tower; the last has the final norm and the head, which is a copy of the embedding
+    if both are tied and on different stages. A critic has a value head of one row instead of the LM head."""
     first, last = stage == 0, stage == layout.pipeline - 1
     outer = {EMBEDDING} if first else set()
+    if first and shape.vision is not None:
+        outer |= {VISION + name for name in shape.vision.tensor_shapes}
     if last:
         outer.add("decoder.final_layernorm.weight")
         if not critic:
