@@ -82,11 +82,23 @@ class EngineStream(Protocol):
         """Return the tokens of the micro-batch whose hidden states this rank's loss function gets."""
 
 
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of a micro-batch, in the order of their tokens."""
+
+    pixel_values: Tensor  # [P, patch_dim] float32, patches in the order of transformers' image processors, on the CPU
+    grid_thw: Tensor  # [I, 3] int64, (frames, rows, columns) of patches of each image, on the CPU
+    starts: Tensor  # [I] int64, index of each image's first token in the micro-batch, ascending
+
+
 class EnginePack(Protocol):
     """A packed micro-batch of B sequences with T tokens in total. A loss function may use further fields.
 
     With routing replay the engine also reads and sets `routing: dict[int, Tensor] | None`. It maps the index of a layer
     in the whole model, from 0, to the expert ids of the tokens: [T, top_k] int16 on the CPU, -1 where they are unknown.
+
+    For a vision-language model the engine also reads `images: PackedImages | None`, if the field exists. A micro-batch
+    with images has the positions of `Vision.token_positions`, [3, T].
     """
 
     token_ids: Tensor  # [T] int64, the concatenated sequences
@@ -119,6 +131,7 @@ class EngineBuild:
     role: Role = "policy"
     freeze: Sequence[str] | None = None  # --freeze-params-name-list
     only_train: Sequence[str] | None = None  # --only-train-params-name-list
+    freeze_vision: bool = True  # --freeze-vision
     lora: LoraOptions | None = None  # adapters, which are then the only trained parameters
     fp32_head: bool = False  # --fp32-lm-head
     deterministic: bool = False  # use deterministic kernels, and fail at operations without one

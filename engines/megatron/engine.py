@@ -31,7 +31,7 @@ from penstock.engines.megatron.model.transformer_config import (
     prepare_fa4,
     torch_attention_kernel,
 )
-from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream
+from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream, place_images
 from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name, peak_flops
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 
@@ -141,7 +141,12 @@ class MegatronEngine(TrainEngine):
     def pack_stream(self, packed: EnginePack) -> PackedStream:
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
-        return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
+        stream = pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
+        vision, images = self.shape.vision, getattr(packed, "images", None)
+        if vision and images and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            tensor_rank = parallel_state.get_tensor_model_parallel_rank() if tensor > 1 else 0
+            stream.images = place_images(images, stream, vision, tensor, tensor_rank)
+        return stream
 
     def forward_backward(
         self,

@@ -123,7 +123,7 @@ def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[s
     run = config.run.model_copy(update={"run": name})
     config = resolve(flow, config.model_copy(update={"run": run}), store)
     problem, before, after = "", parent.train, config.train
-    frozen = ("freeze_params_name_list", "only_train_params_name_list")
+    frozen = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
     changed = [name for name in frozen if getattr(after, name) != getattr(before, name)]
     if at_round > 0 and changed:
         problem = (

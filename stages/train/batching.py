@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.training import PackedImages
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat
@@ -166,7 +167,7 @@ class PackedMicrobatch:
     """
 
     token_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    position_ids: Tensor  # [T] int64, from 0 in each sequence; [3, T] with images (`EnginePack`)
     cu_seqlens: Tensor  # [S + 1] int32, start of each sequence, then T
     max_seqlen: int
     trained: Tensor  # [n] int64, positions (of hidden states) that predict the trained tokens, ascending
@@ -176,6 +177,7 @@ class PackedMicrobatch:
     fields: TokenFields | None = None  # inputs of the loss, [n] each; set after the advantages are computed
     weights: Tensor | None = None  # [n] float32; the loss of a step is the sum of weight x loss over its tokens
     routing: dict[int, Tensor] | None = None  # recorded expert ids of the tokens, for routing replay (`EnginePack`)
+    images: PackedImages | None = None  # of a vision-language model (`EnginePack`)
     stream: Any = None  # tokens of this rank on the device (`EnginePack`)
 
     def to_local(self, device: torch.device, tokens: slice, group: dist.ProcessGroup | None = None) -> PackedMicrobatch:
