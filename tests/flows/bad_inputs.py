@@ -559,7 +559,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--custom-loss-function-path x.py", "--use-opd",
         "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py",
         "--tis-clip-low 3", "--load {root}/file", "--save {root}/a/b", "--num-epoch 3", "--save-hf hf",
-        "--freeze-params-name-list nothing",
+        "--freeze-params-name-list nothing", "--no-freeze-vision",
         "--freeze-params-name-list mlp --only-train-params-name-list mlp", "--only-train-params-name-list .*x",
         "--mtp-num-layers 3",
         "--update-weight-mode delta", "--disable-compute-advantages-and-returns", "--ref-update-interval 2",
