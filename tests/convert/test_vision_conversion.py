@@ -65,6 +65,14 @@ def test_fp8_export_keeps_the_tower_and_refuses_stacked_experts(store: Store, tm
         export_to(store, convert_hf(store, moe).uri, Origin(moe, "fp8"), str(tmp_path / "refused"))
 
 
+def test_another_vocabulary_size_is_written_into_text_config(store: Store, tmp_path: Path) -> None:
+    source = make_family(tmp_path / "hf", "qwen3-vl")
+    back = export_to(store, convert_hf(store, source).uri, Origin(source, vocab_size=60), str(tmp_path / "back"))
+    config = json.loads((Path(back.uri) / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == 60 and "vocab_size" not in config
+    assert len(load_file(Path(back.uri) / "model.safetensors")["lm_head.weight"]) == 60
+
+
 def spoil(tensor: torch.Tensor) -> torch.Tensor:
     tensor[7, 20, 40] = torch.nan  # of the last expert's up projection
     return tensor
