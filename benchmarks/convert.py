@@ -134,7 +134,8 @@ def convert_and_verify(source: Path, target: Path) -> None:
 
 def export_to_hf(source: Path, target: Path) -> None:
     """Export a converted model to Hugging Face format."""
-    from penstock.stages.convert.to_hf import Origin, export_to
+    from penstock.stages.convert.targets import Origin
+    from penstock.stages.convert.to_hf import export_to
     from penstock.storage.store import Store
 
     export_to(Store(str(target), probe=False), str(source), Origin(source / "hf_assets"), str(target))

@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
-from penstock.engines.serving.adapter_requests import BASE, AdapterNames
+from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.flags import parse_config
@@ -97,7 +97,7 @@ def trainer_and_engines(
         def publish() -> float:
             transport = options.weight_transport(pool.places(pool.urls), group.places(), "")
             if options.adapters is not None:
-                adapter = adapter_of_version("publish/0", AdapterNames("benchmark"), config.train, shape, str(model))
+                adapter = adapter_of_version("publish/0", "@benchmark-0", config.train, shape, str(model))
                 transport = replace(transport, adapter=adapter)
             start = time.perf_counter()
             group.publish(pool.urls, "publish/0", transport)

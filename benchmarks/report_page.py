@@ -108,7 +108,8 @@ def write_tokens_of_trainer(directory: Path, samples: list[Sample]) -> None:
     logprobs = np.concatenate([np.array(s.rollout_logprobs)[np.array(s.loss_mask) == 1] for s in samples])
     gaps = np.random.default_rng(len(samples)).laplace(0.0, 0.02, len(logprobs))
     advantages = np.repeat([(sample.reward or 0.0) - 0.5 for sample in samples], counts)
-    write_trained_tokens(directory, ids, counts, logprobs + gaps, advantages)
+    columns = {"trainer_logprobs": logprobs + gaps, "advantages": advantages}
+    write_trained_tokens(directory, ids, counts, columns)
 
 
 def make_sample(rng: random.Random, r: int, k: int) -> Sample:

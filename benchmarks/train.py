@@ -224,12 +224,13 @@ class PenstockLoop:
 
     def __init__(self, work: Work, batch: Any, chunk: int | None) -> None:
         from penstock.engines.megatron.engine import MegatronEngine
+        from penstock.engines.training import EngineBuild
         from penstock.stages.train.config import TrainConfig
 
         chosen: dict[str, Any] = {} if chunk is None else {"log_probs_chunk_size": chunk}
         self.batch, self.capacity = batch, work.length * work.num_sequences
         self.config = TrainConfig(params_dtype=work.dtype, max_tokens_per_gpu=self.capacity, **OPTIMIZER, **chosen)
-        self.engine = MegatronEngine(model_shape(work), dtype=work.dtype, optimizer=self.config.optimizer_options)
+        self.engine = MegatronEngine(EngineBuild(model_shape(work), work.dtype, self.config.optimizer_options))
 
     def step(self) -> tuple[float, Any]:
         """Train one GRPO round with one optimizer step, and return the seconds of the update and the metrics."""

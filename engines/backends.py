@@ -11,11 +11,11 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from penstock.engines.families import count_rank_parameters
@@ -96,14 +96,8 @@ class EngineMemory:
         return self.kv_cache_bytes // self.bytes_per_token
 
 
-class RequestRouter(Protocol):
+class RequestRouter(AbstractContextManager["RequestRouter"], Protocol):
     """A load balancer in front of the engines: a context manager that starts and stops the router's process."""
-
-    def __enter__(self) -> RequestRouter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def set_backends(self, urls: list[str]) -> None:
         """Make the router send requests only to the engines at `urls`."""
@@ -121,6 +115,7 @@ class EngineBackend(ABC):
 
     title: ClassVar[str]  # the engine's name in pages and messages
     help: ClassVar[str]  # text about the engine's own flags, for `penstock train --help-all`
+    server_class: ClassVar[type[EngineServer]]  # starts and stops one server process
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     packages: ClassVar[Mapping[str, str]] = {}  # Python packages that the engine needs -> beginning of their versions
     # Text in the command line of one kind of process -> how its ports authenticate requests; the first kind is servers
@@ -171,10 +166,6 @@ class EngineBackend(ABC):
             router: if given, returns the router's address, to which generation requests are then sent, or None while
                 the router is down.
         """
-
-    @abstractmethod
-    def server_class(self) -> type[EngineServer]:
-        """Return the class that starts and stops one server process."""
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply."""

@@ -59,8 +59,9 @@ class Cluster:
         self.ended = threading.Event()  # set when `stop` has stopped everything
         self._idle = threading.Condition()
         self._num_calls = 0  # running calls into Ray
-        self._options = options or PlacementOptions()
-        self._placement = Placement(self, self._options)
+        options = options or PlacementOptions()
+        self.node_timeout = options.node_timeout  # seconds to wait until a node that died is back (--node-timeout)
+        self._placement = Placement(self, options)
         self._placing = threading.Lock()
 
     @classmethod
@@ -223,11 +224,6 @@ class Cluster:
         with self._placing:
             return self._placement.spans_nodes
 
-    @property
-    def node_timeout(self) -> float:
-        """Return the number of seconds to wait until a node that died is back (--node-timeout)."""
-        return self._options.node_timeout
-
     def place_processes(self, num_processes: int, gpus_per_process: int = 1, first_gpu: int = 0) -> list[Slot]:
         """Return placements for processes, on consecutive GPUs of the run that begin with GPU number `first_gpu`.
 
@@ -254,10 +250,6 @@ class Cluster:
                     logger.warning("%s; waiting up to %.0f s for it (--node-timeout)", error, self.node_timeout)
                 told = True
             time.sleep(POLL_SECONDS)
-
-    def driver_node(self) -> str:
-        """Return Ray's node id of the machine of this process."""
-        return str(self.ray.get_runtime_context().get_node_id())
 
     def run(
         self,

@@ -5,11 +5,11 @@ An implementation is a package under `engines/`, with a row in `backends.BACKEND
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import astuple, dataclass, field
 from operator import add, sub
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class WeightTransport:
 OVER_MEMORY = WeightTransport()
 
 
-class EngineClient(ABC):
+class EngineClient(AbstractAsyncContextManager["EngineClient"]):
     """Client of the engines of one run, which all serve the same policy version.
 
     `generate`, `generate_each` and `abort` are coroutines: await all of them in the same event loop. `close` is a
@@ -201,7 +201,7 @@ class EngineClient(ABC):
         """Abort all requests of this client and wait until they have ended. These and all later requests of this client
         return with finish reason "abort" and the tokens generated so far (none if the request was never sent)."""
 
-    def prepare_weight_updates(self) -> None:  # noqa: B027
+    def prepare_weight_updates(self) -> None:
         """Import what `update_weights` needs, so that its first call starts without delay."""
 
     @abstractmethod
@@ -279,13 +279,8 @@ class EngineClient(ABC):
         None if it does not answer or does not count them."""
         return None
 
-    async def close(self) -> None:  # noqa: B027
+    async def close(self) -> None:
         """Close the HTTP connections to the engines, which abort the requests in flight on them."""
 
-    async def __aenter__(self) -> EngineClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()

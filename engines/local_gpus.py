@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 Counters = Mapping[str, float]  # GPU id on its node -> joules since the driver was loaded
-ReadCounters = Callable[[], Counters]
+ReadCounters = Callable[[], Counters]  # `dict` reads no counters: no energy is then measured
 T = TypeVar("T")
 
 
@@ -64,18 +64,6 @@ def visible_gpu_usage() -> list[dict[str, float]]:
     return select_visible_gpus([usage or {} for usage in _query_gpus(measure)])
 
 
-def all_gpu_joules() -> list[float | None]:
-    """Return the energy in joules that every GPU of this machine has used since its driver was loaded, or None for a
-    GPU that has no such counter (before Volta); [] without GPUs or driver."""
-
-    def joules(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:
-        millijoules = ctypes.c_ulonglong()
-        status = nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
-        return millijoules.value / 1000 if status == 0 else None
-
-    return _query_gpus(joules)
-
-
 def _query_gpus(query: Callable[[ctypes.CDLL, ctypes.c_void_p], T]) -> list[T | None]:
     """Return `query(nvml, handle)` for every GPU, None for one that NVML cannot open; [] without GPUs or driver."""
     try:
@@ -113,14 +101,15 @@ def select_visible_gpus(values: list[T]) -> list[T]:
 # ---- energy ----------------------------------------------------------------------------------------------------------
 
 
-def no_counters() -> Counters:
-    """Return {}. This is the default reader of energy counters, with which no energy is measured."""
-    return {}
-
-
 def all_counters() -> Counters:
-    """Return the energy counters of all GPUs of this machine that have one."""
-    return {str(gpu): joules for gpu, joules in enumerate(all_gpu_joules()) if joules is not None}
+    """Return the energy counters of all GPUs of this machine that have one (since Volta); {} without GPUs or driver."""
+
+    def joules(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:
+        millijoules = ctypes.c_ulonglong()
+        status = nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+        return millijoules.value / 1000 if status == 0 else None
+
+    return {str(gpu): value for gpu, value in enumerate(_query_gpus(joules)) if value is not None}
 
 
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:

@@ -87,11 +87,6 @@ class AdapterTarget:
     name: str  # global name of the layer, for instance decoder.layers.0.mlp.linear_fc1
     hf_modules: tuple[str, ...]  # the Hugging Face layers that are joined in it, in the order of their rows
 
-    @property
-    def weight(self) -> str:
-        """Return the global name of the layer's weight."""
-        return f"{self.name}.weight"
-
 
 def adapter_targets(shape: ModelShape, target_modules: Sequence[str]) -> dict[str, AdapterTarget]:
     """Return the linear layers that get adapters, by their global Megatron name, in the order of the model.
@@ -101,15 +96,16 @@ def adapter_targets(shape: ModelShape, target_modules: Sequence[str]) -> dict[st
     get adapters.
     """
     layout = tensor_layout(shape)
-    linears = {
-        name.removesuffix(".weight"): AdapterTarget(
-            name.removesuffix(".weight"), tuple(hf.removesuffix(".weight") for hf in layout.hf_names_of(name))
+    linears = [
+        AdapterTarget(
+            weight.removesuffix(".weight"), tuple(hf.removesuffix(".weight") for hf in layout.hf_names_of(weight))
         )
-        for name in layout.megatron_names()
-        if LINEAR.match(name)
-    }
+        for weight in layout.megatron_names()
+        if LINEAR.match(weight)
+    ]
     selected, unused = {}, set(target_modules)
-    for name, target in linears.items():
+    for target in linears:
+        name = target.name
         group = "experts" if EXPERT in name else "attention" if ".self_attention." in name else "mlp"
         own = {"all-linear", group, name.rpartition(".")[2]}
         hf = [module.rpartition(".")[2] for module in target.hf_modules]
@@ -123,7 +119,7 @@ def adapter_targets(shape: ModelShape, target_modules: Sequence[str]) -> dict[st
                 "them, or none"
             )
     if unused:
-        modules = sorted({module.rpartition(".")[2] for target in linears.values() for module in target.hf_modules})
+        modules = sorted({module.rpartition(".")[2] for target in linears for module in target.hf_modules})
         raise OptionError(
             f"{TARGETS} {min(unused)} matches no linear layer of {shape.architecture}: use {', '.join(GROUPS)}, or "
             f"some of {', '.join(modules)}"
@@ -148,7 +144,7 @@ def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
         return None
     rows = sum(layout.hf_shapes[f"{module}.weight"][0] for module in target.hf_modules)
     parts = torch.empty(rows, dtype=torch.long)
-    for part, (_, own) in enumerate(layout.to_hf(target.weight, torch.arange(rows)[:, None])):
+    for part, (_, own) in enumerate(layout.to_hf(f"{target.name}.weight", torch.arange(rows)[:, None])):
         parts[own[:, 0]] = part
     return parts
 

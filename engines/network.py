@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
-CONNECT_TIMEOUT = 2.0  # seconds for a server to accept a connection
 
 
 def node_address(interface: str | None = None) -> str:
@@ -74,10 +73,10 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def accepts_connections(host: str, port: int) -> bool:
-    """Return whether a server accepts TCP connections at this address."""
+def accepts_connections(host: str, port: int, timeout: float = 2.0) -> bool:
+    """Return whether a server accepts TCP connections at this address within `timeout` seconds."""
     try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+        socket.create_connection((host, port), timeout).close()
     except OSError:
         return False
     return True

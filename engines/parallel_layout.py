@@ -44,7 +44,7 @@ class ParallelLayout(BaseModel):
 
 
 FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-TENSOR_FLAG, EXPERT_FLAG = "--tensor-model-parallel-size", "--expert-model-parallel-size"
+EXPERT_FLAG = "--expert-model-parallel-size"
 
 
 def check_model_parallel(
@@ -55,21 +55,25 @@ def check_model_parallel(
     sequence_parallel: bool = False,
 ) -> None:
     """Check that a model can be sharded with these tensor- and expert-parallel sizes."""
-    experts = shape.experts
-    _check_divides(tensor, TENSOR_FLAG, shape.num_attention_heads, "attention heads")
-    if shape.latent is None and max(shape.num_query_groups, tensor) % min(shape.num_query_groups, tensor):
-        found = f"{TENSOR_FLAG} {tensor}, but the model has {shape.num_query_groups} key-value heads"
-        raise LayoutError(f"{found}: use a divisor or a multiple of {shape.num_query_groups}")
+    experts, flag = shape.experts, "--tensor-model-parallel-size"
+    divided = [(tensor, flag, shape.num_attention_heads, "attention heads")]  # ranks, their flag, what they divide
     if experts is None or experts.num_dense_layers:
-        _check_divides(tensor, TENSOR_FLAG, shape.ffn_hidden_size, "rows of the MLP's up projection")
+        divided.append((tensor, flag, shape.ffn_hidden_size, "rows of the MLP's up projection"))
     if experts is not None:
-        _check_divides(expert, EXPERT_FLAG, experts.num_experts, "experts")
-        _check_divides(tensor, TENSOR_FLAG, experts.shared_ffn_hidden_size, "rows of the shared experts' up projection")
-        ranks, flag = (tensor, TENSOR_FLAG)
-        if expert_tensor is not None:
-            ranks, flag = (expert_tensor, "--expert-tensor-parallel-size")
-        _check_divides(ranks, flag, experts.ffn_hidden_size, "rows of an expert's up projection")
-    elif expert > 1:
+        own = (tensor, flag) if expert_tensor is None else (expert_tensor, "--expert-tensor-parallel-size")
+        divided += [
+            (expert, EXPERT_FLAG, experts.num_experts, "experts"),
+            (tensor, flag, experts.shared_ffn_hidden_size, "rows of the shared experts' up projection"),
+            (*own, experts.ffn_hidden_size, "rows of an expert's up projection"),
+        ]
+    for ranks, name, size, dimension in divided:
+        if size % ranks:
+            raise LayoutError(f"{name} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
+    groups = shape.num_query_groups
+    if shape.latent is None and max(groups, tensor) % min(groups, tensor):
+        found = f"{flag} {tensor}, but the model has {groups} key-value heads"
+        raise LayoutError(f"{found}: use a divisor or a multiple of {groups}")
+    if experts is None and expert > 1:
         found = f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts"
         raise LayoutError(f"{found}: omit the option")
     if (experts or shape.latent) and tensor > 1 and not sequence_parallel:
@@ -77,12 +81,6 @@ def check_model_parallel(
         raise LayoutError(
             f"{found} (otherwise the gradients of its replicated weights are not all-reduced): add --sequence-parallel"
         )
-
-
-def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
-    """Raise LayoutError if `ranks`, the value of `flag`, does not divide the size of a dimension of the model."""
-    if size % ranks:
-        raise LayoutError(f"{flag} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
 
 
 def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], default: bool = False) -> bool:
@@ -95,25 +93,17 @@ def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], def
 
 def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> None:
     """Check that torch's grouped GEMM can multiply the experts of a model: it needs rows of multiples of 16 bytes."""
-    if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
+    if row := unaligned_row(shape, expert_tensor, bytes_per_element):
         raise OptionError(
             f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {row} with "
             f"{bytes_per_element} bytes per element: omit the options"
         )
 
 
-def can_group_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> bool:
-    """Return whether `check_grouped_experts` accepts a model with these experts; False without experts."""
-    return shape.experts is not None and not _unaligned_row(shape, expert_tensor, bytes_per_element)
-
-
-def _unaligned_row(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> str:
-    """Return the first row of the experts' weights whose size is not a multiple of 16 bytes, or ""."""
-    assert shape.experts is not None
-    rows = {
-        "the hidden size": shape.hidden_size,
-        "the width of an expert on a rank": shape.experts.ffn_hidden_size // expert_tensor,
-    }
+def unaligned_row(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> str:
+    """Return the first row of the experts' weights whose size is not a multiple of 16 bytes; "" without one."""
+    width = shape.experts.ffn_hidden_size // expert_tensor if shape.experts else 0
+    rows = {"the hidden size": shape.hidden_size, "the width of an expert on a rank": width}
     return next((f"{name} {size}" for name, size in rows.items() if size * bytes_per_element % 16), "")
 
 

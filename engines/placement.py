@@ -56,13 +56,6 @@ class Slot:
     gpu_ids: tuple[str, ...] = ()  # GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty on CPU
     node: str = ""  # Ray's node id; "" if Ray chooses the node
 
-    @classmethod
-    def on_node(cls, node: str) -> Slot:
-        """Return the placement of a process without GPUs on a node."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
-
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
     """Return the number of each process's first GPU. The GPUs of a run are numbered, node after node. Each process has
@@ -143,11 +136,9 @@ class Placement:
         Ray notices the death of a node only after some seconds. Until then it would place an actor there, which fails.
         """
         nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
-        if self._cluster.ray.util.client.ray.is_connected():  # outside of the nodes' network no port can be tested
-            return order_nodes(nodes)
-        return order_nodes(
-            [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
-        )
+        if not self._cluster.ray.util.client.ray.is_connected():  # outside of the nodes' network no port can be tested
+            nodes = [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
+        return order_nodes(nodes)
 
     @property
     def num_gpus(self) -> int:
@@ -185,14 +176,28 @@ class Placement:
             starts = first_gpus(num_processes, gpus_per_process, first_gpu, self.gpus_per_node)
             self._reserve(starts[-1] + gpus_per_process)
             gpus = [gpu for block in self._blocks for gpu in block]
-            alive = {node["NodeID"] for node in self.alive_nodes()}
-            return [self._gpu_slot(gpus[start : start + gpus_per_process], alive) for start in starts]
+            alive, slots = {node["NodeID"] for node in self.alive_nodes()}, []
+            for own in (gpus[start : start + gpus_per_process] for start in starts):
+                if len({gpu.node for gpu in own}) > 1:
+                    raise LayoutError(
+                        f"the {len(own)} GPUs of one process are on several nodes, but must be on one node: set "
+                        "--num-gpus-per-node to the number of GPUs of the smallest node"
+                    )
+                node = own[0].node
+                if node not in alive:
+                    raise NodeLost(f"the node {node} with GPUs of the run does not answer: restart it with `ray start`")
+                strategy = self._strategy(own[0].group, own[0].bundle)
+                options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
+                slots.append(Slot(options, tuple(gpu.gpu_id for gpu in own), node))
+            return slots
         if self._cluster.owned or not gpus_per_process:
             return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
-        nodes = self._cpu_nodes()
-        return [
-            Slot.on_node(str(nodes[index * len(nodes) // num_processes]["NodeID"])) for index in range(num_processes)
-        ]
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ids = [str(node["NodeID"]) for node in self._cpu_nodes()]
+        chosen = [ids[index * len(ids) // num_processes] for index in range(num_processes)]
+        strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in chosen]
+        return [Slot({"num_cpus": 0, "scheduling_strategy": s}, node=node) for s, node in zip(strategies, chosen)]
 
     def _cpu_nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the run on a cluster without GPUs."""
@@ -208,20 +213,6 @@ class Placement:
                 "with `ray start --address`, or lower --actor-num-nodes"
             )
         return nodes[:needed]
-
-    def _gpu_slot(self, gpus: Sequence[Gpu], alive: set[str]) -> Slot:
-        """Return the placement of one process on these GPUs, which must be on one of the nodes `alive`."""
-        first = gpus[0]
-        if len({gpu.node for gpu in gpus}) > 1:
-            raise LayoutError(
-                f"the {len(gpus)} GPUs of one process are on several nodes, but must be on one node: set "
-                "--num-gpus-per-node to the number of GPUs of the smallest node"
-            )
-        if first.node not in alive:
-            raise NodeLost(f"the node {first.node} with GPUs of the run does not answer: restart it with `ray start`")
-        strategy = self._strategy(first.group, first.bundle)
-        options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
-        return Slot(options, tuple(gpu.gpu_id for gpu in gpus), first.node)
 
     # ---- placement groups --------------------------------------------------------------------------------------------
 

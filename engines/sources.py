@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ast
 import time
-from typing import Literal, overload
+from typing import Any, Literal
 
 NUM_TRIES = 50
 RETRY_SECONDS = 0.02
 
 
-@overload
-def parse_source(source: str | bytes, name: str = ..., mode: Literal["exec"] = ...) -> ast.Module: ...
-@overload
-def parse_source(source: str | bytes, name: str = ..., *, mode: Literal["eval"]) -> ast.Expression: ...
-def parse_source(source: str | bytes, name: str = "<source>", mode: Literal["exec", "eval"] = "exec") -> ast.AST:
-    """Return the syntax tree of Python source code; safe if other threads parse at the same time.
+def parse_source(source: str | bytes, name: str = "<source>", mode: Literal["exec", "eval"] = "exec") -> Any:
+    """Return the syntax tree of Python source code (`ast.Module`, or `ast.Expression` with the mode "eval"); safe if
+    other threads parse at the same time.
 
     Up to 3.11.7, CPython has one recursion counter of the parser for all threads, so two threads that parse at the same
     time can fail with "SystemError: AST constructor recursion depth mismatch" although the source is valid

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import Field
 
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.storage.commit import Frozen
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.lora import LoraOptions
-    from penstock.engines.parallel_layout import ParallelLayout
 
 TRAIN_ENGINE = "penstock.engines.megatron.train_backend:MegatronBackend"  # module:class of the `TrainBackend`
 OutputHead = Callable[["Tensor"], "Tensor"]
@@ -121,11 +121,11 @@ class EngineBuild:
     """Everything that determines a `TrainEngine` except its weights."""
 
     shape: ModelShape
-    layout: ParallelLayout
     dtype: Literal["fp32", "bf16"]  # dtype of weights and computation; optimizer states are always fp32
     optimizer: dict[str, Any]
     """Values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters
     and, unless lr_decay_style is constant, lr_decay_iters."""
+    layout: ParallelLayout = field(default_factory=ParallelLayout)  # as passed to `TrainBackend.init_ranks`
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own options, as the user gave them
     seed: int = 1234  # seed of the random initial weights
     role: Role = "policy"

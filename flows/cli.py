@@ -34,7 +34,7 @@ _LAUNCH_SCRIPTS = "\n".join(
 USAGE = f"""usage: penstock COMMAND [options]
 
 start
-  demo      make a tiny model and train it in all stages, a few minutes on a laptop
+  demo      make a random model of 402,176 parameters and train it in all stages, a few minutes on a laptop
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export; with
             --async-buffer-size or --async-mode streaming, rollouts are generated while earlier ones are trained
   sft       the same loop over demonstrations (no engine)

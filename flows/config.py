@@ -94,6 +94,8 @@ class PostTrainConfig(StageConfig):
             if section != "rollout" and not field_meta(field).secret
         }
         for section, switch in SWITCHES.items():
+            if section.startswith("rollout."):  # `args` has the options of the rollout itself
+                continue
             others[switch[2:].replace("-", "_")] = option_value(self, *section.rsplit(".", 1)) is not None
         return self.rollout.model_copy(update={"plugin_args": others | self.rollout.plugin_args})
 
@@ -352,7 +354,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
     train.check_batch(batch)
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
     if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
-        changes |= train.lr_schedule(run.num_rollout * steps)
+        changes |= train.lr_schedule(run.num_rollout * steps * train.ppo_epochs)
     train = train.model_copy(update=changes)
     return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
 

@@ -19,6 +19,7 @@ from penstock.flows.options.argv import format_bytes
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.conversion import (
     ProgressCallback,
+    copy_own_export,
     existing_conversion,
     existing_export,
     run_conversion,
@@ -29,6 +30,7 @@ from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.panel import end_wait, show_wait
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, is_run_name
 from penstock.storage.errors import OptionError
@@ -53,7 +55,7 @@ penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] --megatron-names
   --convert-ranks   number of processes (default 1)
 
   --load            a torch_dist directory (converted, or saved by a trainer), or RUN or RUN/VERSION: a checkpoint of a
-                    run in the store
+                    run in the store. If the run has exported it with the same options, that export is copied
   --save            directory or URI for the Hugging Face files
   --origin-hf-dir   directory of config.json and tokenizer; default: the one recorded by the conversion or the run
   --export-dtype    float32, bfloat16, float16, or fp8 (e4m3 in blocks of 128 x 128, for fp8 rollouts); default:
@@ -74,15 +76,18 @@ def main(argv: list[str]) -> int:
     """Run `penstock convert`: a conversion as a Prefect flow, an export without Prefect. Return the exit code."""
     config = plan_of("convert", with_hf_checkpoint(parse_config(translate_flags(argv))))
     preflight(config)
-    options, store = config.convert, open_store(config.run, probe=False)
-    existing: CheckpointRef | None = None  # the result of an earlier command with the same files and options
+    options, store, start = config.convert, open_store(config.run, probe=False), time.monotonic()
+    existing: CheckpointRef | None = None  # the result with the same files and options that needs no conversion
     if options.convert_load is not None:
-        existing = existing_export(store, find_checkpoint(config), options)
+        checkpoint = find_checkpoint(config)
+        existing = copy_own_export(store, checkpoint, options) or existing_export(store, checkpoint, options)
     elif options.convert_verify or (existing := existing_conversion(store, options)) is None:
         return run_flow("convert", config)
-    start = time.monotonic()
-    with progress_bar() as report:
-        ref = existing or export_checkpoint(config, report)
+    if existing is None:
+        with progress_bar(config) as report:
+            ref = export_checkpoint(config, report)
+    else:
+        ref = existing
     print("\n".join(describe_result(config, ref, read_result_commit(config, ref), time.monotonic() - start)))
     return 0
 
@@ -155,7 +160,7 @@ def convert(config: PostTrainConfig) -> State[None]:
         config = plan_of("convert", with_hf_checkpoint(config))
         preflight(config)
     start = time.monotonic()
-    with progress_bar() as report:
+    with progress_bar(config) as report:
         if config.convert.convert_load is not None:
             ref = export_checkpoint(config, report)
         else:
@@ -181,7 +186,9 @@ def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit,
     source = config.convert.convert_load or config.convert.hf_checkpoint
     kind = "Hugging Face files" if ref.format == "hf" else "torch_dist"
     proof = " and verified" if "convert/num_tensors" in commit.summary else ""
-    yield f"{source} {verb} converted{proof} ({kind}, {format_bytes(num_bytes)}{speed}): {ref.uri}"
+    loads = ref.format == "hf" and "://" not in ref.uri and config.convert.model_family_path is None
+    hint = " (AutoModelForCausalLM.from_pretrained loads it)" if loads else ""
+    yield f"{source} {verb} converted{proof} ({kind}, {format_bytes(num_bytes)}{speed}): {ref.uri}{hint}"
     if is_new and "logits" in commit.state:
         yield f"logits: {commit.state['logits']}"
     skipped = commit.state.get("skipped", {})
@@ -245,12 +252,17 @@ def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[ProgressCallback | None]:
-    """Show a progress bar, and yield its callback (bytes done, total bytes); None if the output is not a terminal."""
-
+def progress_bar(config: PostTrainConfig) -> Iterator[ProgressCallback | None]:
+    """Show a progress bar, and yield its callback (bytes done, total bytes). If the output is not a terminal, print
+    what is converted, and yield None."""
+    end_wait()  # first, because it restores sys.stdout
     console = TerminalConsole(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        yield None
+        show_wait(f"converting {config.convert.convert_load or config.convert.hf_checkpoint}")
+        try:
+            yield None
+        finally:
+            end_wait()
         return
     columns = (
         TextColumn("{task.description}"),

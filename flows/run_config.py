@@ -120,6 +120,10 @@ class RunOptions(StageConfig):
     debug_train_only: bool = option(False, mutability="placement")
     """Only train, on the rollouts that the run has committed, without engines and evaluations."""
 
+    min_effective_sample_size: float = option(0.5, mutability="schedule", ge=0, le=1)
+    """In a fork with --reuse-rollouts: stop before a round whose stored tokens have a smaller effective sample size, as
+    a share of their number, for the policy that would be trained on them."""
+
     colocate: bool = option(False, mutability="placement")
     """Trainer and engines take turns on the same GPUs; turns on --offload-train and --offload-rollout."""
 

@@ -23,7 +23,8 @@ from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
-from penstock.stages.convert.targets import copy_export, is_conversion_of, is_published
+from penstock.stages.convert.targets import find_conversion, is_conversion_of, is_published
+from penstock.stages.convert.work import copy_export
 from penstock.stages.eval.scores import Gate, compute_eval_metrics
 from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_stage
 from penstock.stages.rollout.prompts.data_source import RolloutRound
@@ -62,14 +63,18 @@ def convert(session: Session) -> CheckpointRef:
 
 
 def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
-    """Return the model that the run has recorded as `role` if it was converted from the current files at `path`.
-    Otherwise convert these files. The Ray cluster is started only for a conversion."""
-    model = session.run.store.read_record(CheckpointRef, session.run.keys.origin_key(role))
-    if model is not None and is_conversion_of(session.run.store, model, path):
+    """Return the model that was converted from the current files at `path`: the one that the run has recorded as `role`
+    or another one in the store. If neither is known, convert these files. Only a conversion starts a Ray process."""
+    store, config = session.run.store, session.config.convert
+    model = store.read_record(CheckpointRef, session.run.keys.origin_key(role))
+    if model is None or not is_conversion_of(store, model, path):
+        model = find_conversion(store, path, config.mtp, config.model_family_path)
+    if model is not None:
+        session.display.note(f"the store has {path} converted")
         return model
+    session.display.note_wait(f"converting {path}")
     # --convert-save is for `penstock convert`; a run needs its initial weights in its own store.
-    config = session.config.convert.model_copy(update={"convert_save": None})
-    return import_model(session.processes.cluster, session.run.store, config, path)
+    return import_model(session.processes.cluster, store, config.model_copy(update={"convert_save": None}), path)
 
 
 def trained_policy(version: int) -> list[str]:
@@ -195,7 +200,8 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     r = rollout.rollout_id
     prefix = session.run.keys.step_prefix(r)
     with session.engines.turns.training(r):
-        commit = session.run.store.committed(prefix) or session.processes.policy_restorer().train_round(r)
+        commit = session.run.store.committed(prefix)
+        commit = commit or session.processes.policy_restorer().train_round(r, session.run.reuse)
     step = step_ref(session.run.keys, session.report_commit(prefix, commit))
     check_gates(session.config, commit)
     return step

@@ -53,6 +53,7 @@ def train(config: PostTrainConfig) -> State[None]:
         tasks.evaluate_skipped(session)
         tasks.save_missing_hf(session)
         done = tasks.publish_results(session)
-        if config.eval.promote_to and session.run.num_trained_rounds() == config.run.num_rollout:
+        is_trained = session.run.num_trained_rounds() == config.run.num_rollout
+        if config.eval.promote_to and is_trained and not config.run.debug_train_only:
             tasks.promote(session, config.run.num_rollout)
     return done

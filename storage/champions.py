@@ -17,7 +17,6 @@ from penstock.storage.commit import Frozen, commit_key, is_run_name
 from penstock.storage.errors import RunError
 from penstock.storage.store import Store
 
-Action = Literal["promoted", "refused", "rolled back"]
 _NAME = re.compile(r"(\d{6})\.json")
 
 
@@ -36,11 +35,8 @@ class Policy(Frozen):
 
 
 class Condition(Frozen):
-    """A condition of a promotion, and the numbers with which it was checked.
-
-    `low` and `high` are the bounds of the 95 % interval of the mean difference in reward, candidate minus champion,
-    paired over the prompts.
-    """
+    """A condition of a promotion, and the numbers with which it was checked. `low` and `high` are the bounds of the 95
+    % interval of the mean difference in reward, candidate minus champion, paired over the prompts."""
 
     data_set: str
     required: float | None  # `low` must exceed it (without a champion: `candidate_mean`); None: no limit
@@ -66,7 +62,7 @@ class Condition(Frozen):
 class Decision(Frozen):
     """One decision about a model's champion."""
 
-    action: Action
+    action: Literal["promoted", "refused", "rolled back"]
     champion: Policy | None  # after this decision
     candidate: Policy | None = None  # None for a rollback
     conditions: tuple[Condition, ...] = ()

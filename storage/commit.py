@@ -106,8 +106,7 @@ class RolloutRef(Frozen):
 
 
 class StepRef(Frozen):
-    """Reference to a committed training round, which consumed rollout `rollout_id` and produced policy version
-    `rollout_id + 1`."""
+    """Reference to a committed training round: rollout `rollout_id` gave policy version `rollout_id + 1`."""
 
     key: str
     rollout_id: int
@@ -236,10 +235,8 @@ def escape_invalid_text(value: Any) -> Any:
 
 
 def record_digest(record: dict[str, Any]) -> str:
-    """Return the digest of a stored commit: the xxh3-128, in hex, of its JSON with sorted keys and without `digest`.
-
-    A digest detects damage; it is not a signature.
-    """
+    """Return the digest of a stored commit: the xxh3-128, in hex, of its JSON with sorted keys and without `digest`. A
+    digest detects damage; it is not a signature."""
     content = {name: value for name, value in record.items() if name != "digest"}
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 

@@ -66,7 +66,7 @@ def option(
     """Return a pydantic field for a stage's config, with mutability, flag aliases and secrecy as metadata.
 
     Args:
-        default: the default value; `...` makes the field required.
+        default: the default value; `...` makes the field required, unless `constraints` has a `default_factory`.
         mutability: whether a resumed run may change the field (see the module's docstring).
         aliases: further flag spellings without leading dashes, e.g. `("prompt-key",)`.
         secret: the value may contain a secret (storage/secrets.py), for instance a URL with a password or a table with
@@ -78,8 +78,6 @@ def option(
     )
     # In the JSON schema of a Prefect deployment, the key "change" says whether the option may change.
     extra: dict[str, Any] = {"change": mutability, "aliases": list(aliases), "secret": secret}
-    if "default_factory" in constraints:
-        return Field(json_schema_extra=extra, **constraints)
     return Field(default, json_schema_extra=extra, **constraints)
 
 
@@ -98,8 +96,7 @@ def section_model(field: FieldInfo) -> type[StageConfig] | None:
 
 
 def entries_of(values: Any, section: str) -> dict[str, Any]:
-    """Return the entries of a section (such as `train.lora`) in a config's values; {} if it is absent or not a
-    table."""
+    """Return a section (such as `train.lora`) of a config's values; {} if it is absent or not a table."""
     for part in section.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}

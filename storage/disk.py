@@ -42,10 +42,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
-    """Write a file atomically and fsync it, unless it exists. Return whether this call wrote it.
-
-    With `single_writer`, the file system needs no hard links, but no other process may create `target`.
-    """
+    """Write a file atomically and fsync it, unless it exists. Return whether this call wrote it. With `single_writer`,
+    the file system needs no hard links, but no other process may create `target`."""
     with translate_disk_full(target.parent):
         created = _publish(target, data, lambda temporary: _link_or_rename(temporary, target, single_writer), sync=True)
         if created:
@@ -82,7 +80,9 @@ def _publish(target: Path, data: bytes, publish: Callable[[Path], T], *, sync: b
     """Write a temporary file beside `target`, and return the result of `publish`, which makes it visible as `target`.
     The write is repeated if another process has deleted the temporary file (`penstock gc`) or the new, still empty
     directory (`delete`)."""
-    for tries_left in reversed(range(_NUM_TRIES)):
+    tries_left = _NUM_TRIES
+    while True:
+        tries_left -= 1
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
             make_directory(target.parent)
@@ -98,7 +98,6 @@ def _publish(target: Path, data: bytes, publish: Callable[[Path], T], *, sync: b
         finally:
             with suppress(NotADirectoryError):
                 temporary.unlink(missing_ok=True)
-    raise AssertionError("unreachable: the last try returns or raises")
 
 
 @contextmanager
@@ -157,18 +156,12 @@ def delete(paths: Iterable[Path], root: Path) -> None:
             ) from error
         parents.add(path.parent)
     for directory in sorted(parents, key=lambda path: len(path.parts), reverse=True):
-        while directory != root and _remove_if_empty(directory):
+        while directory != root and remove_if_empty(directory):
             directory = directory.parent
         _fsync_nearest(directory)  # makes these deletions durable before any later one
 
 
-def remove_empty_directories(top: Path) -> None:
-    """Remove `top` and the directories below it that contain no file."""
-    for place, _, _ in os.walk(top, topdown=False):
-        _remove_if_empty(Path(place))
-
-
-def _remove_if_empty(directory: Path) -> bool:
+def remove_if_empty(directory: Path) -> bool:
     """Remove a directory if it is empty. Return whether it no longer exists."""
     with suppress(OSError):  # the directory is not empty, or another process has removed it
         directory.rmdir()
@@ -226,21 +219,24 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(Path(place) / name for place, _, names in os.walk(directory) for name in names)
 
 
-def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping[str, str]) -> list[FileRecord]:
-    """Return a FileRecord for each file. The files are below `top`, whose key in the store is `attempt`. `hashes` maps
-    file names relative to `top` to known hashes; files that it lacks are read and hashed."""
+def file_records(
+    top: Path, attempt: str, hashes: Mapping[str, str], owns: Callable[[str], bool] | None = None
+) -> list[FileRecord]:
+    """Return a FileRecord for each file below `top`, whose key in the store is `attempt`. File names are relative to
+    `top`. `hashes` maps names to known hashes; files that it lacks are read and hashed. With `owns`, only the files
+    whose names it accepts are recorded."""
 
-    def record(file: Path) -> FileRecord:
-        rows = None
+    def record(name: str) -> FileRecord:
+        file, rows = top / name, None
         if file.suffix == ".parquet":
             import pyarrow.parquet as pq
 
             rows = pq.read_metadata(file).num_rows
-        name = file.relative_to(top).as_posix()
         xxh3 = hashes.get(name) or hash_file(file)
         return FileRecord(path=f"{attempt}/{name}", bytes=file.stat().st_size, xxh3=xxh3, rows=rows)
 
-    return map_in_threads(record, files, _NUM_READERS)
+    names = [file.relative_to(top).as_posix() for file in files_in(top)]
+    return map_in_threads(record, [name for name in names if owns is None or owns(name)], _NUM_READERS)
 
 
 def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
@@ -280,18 +276,10 @@ def hash_mismatch_error(path: str, expected: str, found: str) -> StoreError:
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
-    """Apply a function to items in threads and return the results in the order of the items.
-
-    The first exception, in the order of the items, is raised; calls that have not started by then are cancelled.
-    """
+    """Apply a function to items in threads and return the results in the order of the items. The first exception, in
+    the order of the items, is raised; calls that have not started by then are cancelled."""
     jobs = list(items)
     if len(jobs) < 2 or num_threads == 1:
         return [function(job) for job in jobs]
     with ThreadPoolExecutor(min(num_threads, len(jobs)), thread_name_prefix="store") as pool:
-        futures = [pool.submit(function, job) for job in jobs]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+        return list(pool.map(function, jobs))

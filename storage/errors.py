@@ -23,10 +23,8 @@ class PenstockError(Exception):
 
 
 class InputError(PenstockError, ValueError):
-    """The command, its options or its input files are invalid. The command exits with code 2.
-
-    Also a `ValueError`, so that pydantic validators may raise it.
-    """
+    """The command, its options or its input files are invalid. The command exits with code 2. Also a `ValueError`, so
+    that pydantic validators may raise it."""
 
     code = "input"
 
@@ -98,8 +96,7 @@ class PromotionRefused(PenstockError, ValueError):
 
 
 class GateFailed(PenstockError, ValueError):
-    """A metric of a round violates a gate of --ci-test or --ci-load-grad-norm. A `ValueError`, so the stage is not
-    retried."""
+    """A metric violates a gate of --ci-test or --ci-load-grad-norm. A `ValueError`, so the stage is not retried."""
 
     code = "gate"
 

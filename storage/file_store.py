@@ -74,10 +74,8 @@ class FileStore:
         return f"{self.root}/{key}" if key else self.root
 
     def create(self, key: str, data: bytes, *, num_tries: int | None = None) -> bool:
-        """Write `data` at `key` unless the key exists, atomically and durably. Return whether this call wrote it.
-
-        On an object store, several writers of equal bytes may all get True (see objects.create).
-        """
+        """Write `data` at `key` unless the key exists, atomically and durably. Return whether this call wrote it. On an
+        object store, several writers of equal bytes may all get True (see objects.create)."""
         if self.is_local:
             return disk.create(Path(self.path(key)), data, single_writer=self.single_writer)
         if not self.single_writer:
@@ -112,8 +110,7 @@ class FileStore:
         return objects.size(self.fs, self.path(key))
 
     def modified(self, key: str) -> float | None:
-        """Return the modification time of a file by the store's clock, in seconds since the epoch, or None if the file
-        does not exist."""
+        """Return when a file was modified (seconds since the epoch, by the store's clock), or None if it is missing."""
 
         def request() -> float | None:
             try:
@@ -124,18 +121,15 @@ class FileStore:
         return self._access_with_retries(request, key)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Write `data` at `key`, replacing an existing file, atomically but without fsync. Used for leases and
-        reports."""
+        """Write `data` at `key`, replacing an existing file, atomically but without fsync: for leases and reports."""
         if self.is_local:
             disk.replace(Path(self.path(key)), data)
         else:
             objects.call_with_retries(lambda: self.fs.pipe_file(self.path(key), data), f"writing {self.path(key)}")
 
     def list(self, prefix: str) -> builtins.list[str]:
-        """Return the sorted names of files and directories directly under `prefix`, or [] if it does not exist.
-
-        On NFS and some object stores, recently created files may be missing.
-        """
+        """Return the sorted names of files and directories directly under `prefix`, or [] if it does not exist. On NFS
+        and some object stores, recently created files may be missing."""
 
         def names() -> Iterable[str]:
             if self.is_local:
@@ -176,8 +170,8 @@ class FileStore:
 
     def remove_empty_directories(self, prefix: str) -> None:
         """Remove the empty directories under `prefix`. Does nothing unless the store is local."""
-        if self.is_local:
-            disk.remove_empty_directories(Path(self.path(prefix)))
+        for place, _, _ in os.walk(self.path(prefix), topdown=False) if self.is_local else ():
+            disk.remove_if_empty(Path(place))
 
     def _check_writable_with_conditional_create(self) -> None:
         """Check that the store is writable and has conditional create."""

@@ -37,7 +37,6 @@ from penstock.storage.file_store import NUM_REQUESTS, FileStore
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
 SEAL_LIMIT = 3600.0  # seconds; if a sealed attempt has no commit after that time, its writer is considered dead
-_LAST_RENEWAL = 5.0  # seconds for which `Lease.stop_renewing` waits for a renewal in progress
 SEALED, CONDEMNED = b"sealed", b""  # CONDEMNED is empty, so that `gc` can create it on a full disk
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts the time in which the machine is suspended
 
@@ -61,7 +60,7 @@ class Lease:
     def stop_renewing(self) -> None:
         """Stop renewing the lease; it expires TTL seconds after its last renewal."""
         self._ended.set()
-        self._thread.join(_LAST_RENEWAL)
+        self._thread.join(timeout=5.0)  # a renewal in progress may take longer
 
     def release(self) -> None:
         """Stop renewing the lease and delete it."""
@@ -120,10 +119,9 @@ def describe_lease_holder(
     if modified is None or data is None:
         return None
     try:
-        process = json.loads(data)
+        process: dict[str, Any] = json.loads(data)
     except ValueError:  # written incompletely on a full disk; its modification time is still valid
-        process = None
-    process = process if isinstance(process, dict) else {}
+        process = {}
     here = _machine_identity()
     age = now - modified
     if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:

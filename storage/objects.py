@@ -109,8 +109,9 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
     """Return the result of `call`; retry transient failures with exponential backoff and jitter. Permanent errors (not
     found, exists, not permitted, not supported) are raised unchanged, others as StoreError with the description
     `operation` ("uploading <path>")."""
-    start, num_tries = time.monotonic(), num_tries or NUM_TRIES
-    for number in range(1, num_tries + 1):
+    start, number = time.monotonic(), 0
+    while True:
+        number += 1
         try:
             return call()
         except Exception as error:  # fsspec drivers have their own error types
@@ -126,13 +127,12 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
             if is_permanent_error(error):
                 raise
             spent = time.monotonic() - start
-            if number == num_tries or spent > PATIENCE:
+            if number == (num_tries or NUM_TRIES) or spent > PATIENCE:
                 raise StoreError(
                     f"{operation} failed {number} times in {spent:.0f} s, last with {type(error).__name__}: {error}; "
                     "check that the store is reachable, then run the same command again"
                 ) from error
             time.sleep(_jitter.uniform(0.0, min(_MAX_PAUSE, _FIRST_PAUSE * 2**number)))
-    raise AssertionError("unreachable")
 
 
 def is_permanent_error(error: Exception) -> bool:
@@ -203,10 +203,8 @@ def read(fs: fsspec.AbstractFileSystem, path: str) -> bytes:
 
 def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]) -> None:
     """Upload files (local source, path in the store, size in bytes) in parallel, large ones in parts of at least CHUNK
-    bytes, and check the stored sizes. No other process writes to these paths.
-
-    S3 also checks the CRC32 that botocore sends with every part, so it rejects bytes that changed in transit.
-    """
+    bytes, and check the stored sizes. No other process writes to these paths. S3 also checks the CRC32 that botocore
+    sends with every part, so it rejects bytes that changed in transit."""
 
     def put(source: Path, path: str, num_bytes: int) -> None:
         chunk = max(CHUNK, math.ceil(num_bytes / _MAX_PARTS))
@@ -230,8 +228,7 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
 
 
 def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecord, Path]]) -> None:
-    """Download committed files (path in the store, record, local target) with parallel range requests, and verify their
-    sizes and hashes."""
+    """Download committed files (path in the store, record, local target) by parallel range requests; verify them."""
 
     def fetch(path: str, target: Path, start: int, num_bytes: int) -> None:
         def get_range() -> bytes:

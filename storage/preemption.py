@@ -14,10 +14,7 @@ PATIENCE = 45.0  # seconds for an import of user-defined code, or for a search w
 
 class Preempted(BaseException):
     """A stage was stopped on request. Committed rounds and journalled groups are kept; the same command resumes the
-    run.
-
-    A BaseException, like KeyboardInterrupt, so that retry loops do not catch it.
-    """
+    run. A BaseException, like KeyboardInterrupt, so that retry loops do not catch it."""
 
 
 class StopRequest:
@@ -28,8 +25,7 @@ class StopRequest:
         self._deadline = float("inf")
 
     def request(self, grace_seconds: float) -> None:
-        """Request a stop within `grace_seconds` seconds. Later calls can only shorten the time. Safe in a signal
-        handler."""
+        """Request a stop within `grace_seconds` seconds; later calls only shorten this. Safe in a signal handler."""
         self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
         self._event.set()
 

@@ -23,9 +23,7 @@ _SECRET_NAME = re.compile(
         |signature|dsn|webhooks?|connection_?string)(_(id|url|uri|json|string|value|b64|base64|header))*$""",
     re.VERBOSE,
 )
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,30})?://(?P<rest>[^\s'"<>`]+)""")
-_AUTHORITY = re.compile(r"[^/?#]*")
 _PASSWORD = re.compile(r"[^:\[]*:(?!\d*$)")  # a URL's authority with a colon that does not precede a port
 _PARAMETER = re.compile(r"([?&;#])([^?&;#]*)")
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # of Azure: the part before "@" names a container
@@ -37,7 +35,8 @@ _protected: set[str] = set()
 
 def is_secret_name(name: str) -> bool:
     """Return whether an option's name (`api_key`, `sas_token`) says that the option's value is a secret."""
-    return _SECRET_NAME.search(_CAMEL.sub("_", name).lower().replace("-", "_")) is not None
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)  # from camelCase
+    return _SECRET_NAME.search(words.lower().replace("-", "_")) is not None
 
 
 def is_reference(value: str) -> bool:
@@ -60,7 +59,7 @@ def _split_url(url: re.Match[str]) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a URL, each with whether it may be a secret."""
     scheme, rest = url["scheme"] or "", url["rest"]
     yield f"{scheme}://", False
-    authority = _AUTHORITY.match(rest)[0]  # type: ignore[index]  # the pattern also matches ""
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
     # A password may contain "/", "?", "#" and "@": it ends at the last "@".
     has_user = "@" in authority or ("@" in rest and _PASSWORD.match(authority))
     if has_user and scheme.lower() not in _CONTAINER_SCHEMES:

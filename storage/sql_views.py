@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
@@ -119,9 +119,7 @@ Contents = defaultdict[str, list[Any]]  # name in _TABLES -> rows; name in _SHAR
 
 def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyConnection, dict[str, str]]:
     """Return a DuckDB connection with the views of VIEWS, and the damaged runs, which the views lack: run -> problem.
-
-    SQL statements cannot access files or change this restriction. Removed runs are left out.
-    """
+    SQL statements cannot access files or change this restriction. Removed runs are left out."""
     try:
         import duckdb
     except ImportError as error:
@@ -140,8 +138,15 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
     connection = duckdb.connect(":memory:")
     for name, schema in _TABLES.items():
         connection.register(name, pa.Table.from_pylist(contents[name], schema=schema))
+    files = pafs.LocalFileSystem() if store.is_local else pafs.PyFileSystem(pafs.FSSpecHandler(store.fs))
+    parquet = ds.ParquetFileFormat()
+    # No shard is opened until a query needs it. Columns that a shard lacks are null, unless they are its constants.
     for name, schema in _SHARDS.items():
-        connection.register(name, _dataset(store, schema, contents[name]))
+        fragments = []
+        for shard in contents[name]:
+            constants = reduce(and_, (ds.field(column) == value for column, value in shard.constants.items()))
+            fragments.append(parquet.make_fragment(store.path(shard.key), files, partition_expression=constants))
+        connection.register(name, ds.FileSystemDataset(fragments, schema, parquet, files))
     for statement in (_PROMPTS, *_SETTINGS):
         connection.execute(statement)
     return connection, problems
@@ -261,24 +266,3 @@ def _checkpoint_row(store: Store, run: str, commit: Commit) -> dict[str, Any]:
 def _timestamp(seconds: float) -> datetime:
     """Return a time in seconds since the epoch as a time stamp in UTC, without a time zone."""
     return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
-
-
-# ---- shards ----------------------------------------------------------------------------------------------------------
-
-
-def _dataset(store: Store, schema: pa.Schema, shards: Iterable[_Shard]) -> ds.Dataset:
-    """Return shards as one Arrow data set. No shard is opened until a query needs it.
-
-    Columns that a shard lacks are null, unless they are among its constants.
-    """
-    files = pafs.LocalFileSystem() if store.is_local else pafs.PyFileSystem(pafs.FSSpecHandler(store.fs))
-    parquet = ds.ParquetFileFormat()
-    fragments = [
-        parquet.make_fragment(
-            store.path(shard.key),
-            files,
-            partition_expression=reduce(and_, (ds.field(name) == value for name, value in shard.constants.items())),
-        )
-        for shard in shards
-    ]
-    return ds.FileSystemDataset(fragments, schema, parquet, files)

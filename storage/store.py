@@ -85,23 +85,16 @@ class Store(FileStore):
             disk.make_directory(out.path)
             with leases.writer_lease(self, attempt):
                 yield out
-                out.files = self._file_records(out, attempt, owns)
+                out.files = disk.file_records(out.path, attempt, out.hashes, owns)
                 disk.fsync_files([Path(self.path(record.path)) for record in out.files], out.path)
             return
         with objects.temporary_directory() as scratch, leases.writer_lease(self, attempt):
             out = AttemptFiles(Path(scratch))
             yield out
-            records = self._file_records(out, attempt, owns)
+            records = disk.file_records(out.path, attempt, out.hashes, owns)
             sources = [out.path / Path(record.path).relative_to(attempt) for record in records]
             objects.upload(self.fs, [(s, self.path(r.path), r.bytes) for s, r in zip(sources, records, strict=True)])
             out.files = records
-
-    def _file_records(
-        self, out: AttemptFiles, attempt: str, owns: Callable[[str], bool] | None
-    ) -> builtins.list[FileRecord]:
-        top = out.path
-        files = [file for file in disk.files_in(top) if owns is None or owns(file.relative_to(top).as_posix())]
-        return disk.file_records(files, top, attempt, out.hashes)
 
     @contextmanager
     def reading(self, commit: Commit, *, only: Iterable[str] | None = None) -> Iterator[Path]:
@@ -149,21 +142,16 @@ class Store(FileStore):
 
     def _select_committed(self, prefix: str, indices: set[int]) -> set[int]:
         """Return the subset of `indices` with a commit record. Reads the records instead of listing the directory."""
-
-        def is_committed(index: int) -> bool:
-            key = commit_key(f"{prefix}/{index:06d}")
-            return Path(self.path(key)).exists() if self.is_local else self.read(key) is not None
-
-        candidates = sorted(indices)
-        results = disk.map_in_threads(is_committed, candidates, 1 if self.is_local else NUM_REQUESTS)
-        return {index for index, committed in zip(candidates, results, strict=True) if committed}
+        keys = {index: commit_key(f"{prefix}/{index:06d}") for index in sorted(indices)}
+        if self.is_local:
+            return {index for index, key in keys.items() if Path(self.path(key)).exists()}
+        records = disk.map_in_threads(self.read, keys.values(), NUM_REQUESTS)
+        return {index for index, record in zip(keys, records, strict=True) if record is not None}
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
     """Return the store prefixes of a run's committed stages: rollouts, steps, checkpoints, exports, then evaluations.
-
-    The commit record of a stage is at `commit_key(prefix)`.
-    """
+    The commit record of a stage is at `commit_key(prefix)`."""
     prefixes = [
         f"{keys.prefix}/{kind}/{index:06d}"
         for kind in ("rollouts", "steps", "checkpoints", "exports")

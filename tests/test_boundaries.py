@@ -374,7 +374,7 @@ def test_importing_flows_loads_no_engine() -> None:
         ("import penstock.engines.megatron.memory_plan, penstock.engines.backends", "torch megatron.core"),
         ("from penstock.engines.sglang.passthrough import *; assert len(sglang_flags()) > 400", "torch sglang"),
         (
-            "from penstock.engines.sglang.checks import *; check_architecture('Qwen3ForCausalLM')",
+            "from penstock.engines.sglang.checks import *; check_model({'architectures': ['Qwen3ForCausalLM']})",
             "torch sglang transformers",
         ),
     ],

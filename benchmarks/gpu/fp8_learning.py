@@ -26,7 +26,8 @@ from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store

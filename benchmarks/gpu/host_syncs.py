@@ -53,12 +53,13 @@ def main() -> int:
 def count_waits(options: Any) -> Counter[str]:
     """Train three rounds, and return the number of waits of the last one: place -> number."""
     from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.training import EngineBuild
     from penstock.stages.train.config import TrainConfig
     from penstock.stages.train.step import Models, train_rollout
 
     config = TrainConfig(params_dtype="bf16", max_tokens_per_gpu=options.pack, **OPTIMIZER)
     shape = sized_shape(options.model, options.layers)
-    models = Models(policy=MegatronEngine(shape, dtype="bf16", optimizer=config.optimizer_options))
+    models = Models(policy=MegatronEngine(EngineBuild(shape, "bf16", config.optimizer_options)))
     work = replace(SIZES[options.model], length=options.length, num_sequences=options.pack // options.length)
     batch, waits = make_batch(work, options.packs), Counter[str]()
     for _ in range(2):

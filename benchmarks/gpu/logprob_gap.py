@@ -85,14 +85,14 @@ def compare_all(options: Any) -> dict[str, Any]:
     """Return the log-prob differences of each entry of SETS."""
     from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+    from penstock.engines.training import EngineBuild
     from penstock.stages.train.batching import Batch
 
     config = parse_config([str(word) for word in train_words(next(iter(SETS)), options)]).train
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         init_parallel(0, 1, f"file://{scratch}/rendezvous")
-        engine = MegatronEngine(
-            read_shape(options.model), dtype=config.params_dtype, optimizer=config.optimizer_options, seed=1
-        )
+        build = EngineBuild(read_shape(options.model), config.params_dtype, config.optimizer_options, seed=1)
+        engine = MegatronEngine(build)
         engine.load_weights(options.directory / "converted" / "release")
         result = {}
         for name in SETS:

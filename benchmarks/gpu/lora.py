@@ -162,12 +162,13 @@ def measure(
         directory: for a checkpoint.
     """
     from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.training import EngineBuild
     from penstock.stages.train.config import TrainConfig
     from penstock.stages.train.step import Models, train_rollout
 
     dtype = "bf16" if torch.cuda.is_available() else "fp32"
     config = TrainConfig(params_dtype=dtype, max_tokens_per_gpu=options.pack, **OPTIMIZER)
-    engine = MegatronEngine(shape, dtype=dtype, optimizer=config.optimizer_options | {"lora": lora}, seed=1)
+    engine = MegatronEngine(EngineBuild(shape, dtype, config.optimizer_options, lora=lora, seed=1))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     seconds, metrics = [], []

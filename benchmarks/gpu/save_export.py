@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from penstock.engines.families import read_shape
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.spec import Build, SaveResult, TrainerSpec

@@ -138,13 +138,14 @@ def measure_variant(
     """
     from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.weights import local_parameters
+    from penstock.engines.training import EngineBuild
     from penstock.stages.train.config import TrainConfig
     from penstock.stages.train.step import Models, train_rollout
 
     dtype = "bf16" if torch.cuda.is_available() else "fp32"
     config = TrainConfig(params_dtype=dtype, max_tokens_per_gpu=options.pack, **OPTIMIZER)
     engine = MegatronEngine(
-        shape, layout, dtype=dtype, optimizer=config.optimizer_options, overrides=parse_pairs(variant)
+        EngineBuild(shape, dtype, config.optimizer_options, layout=layout, options=parse_pairs(variant))
     )
     with torch.no_grad():
         for name, tensor in (entry for chunk in engine.chunks for entry in local_parameters(chunk)):

@@ -42,6 +42,7 @@ SECTION_TITLES = {
     "run": "The run",
     "convert": "Model, conversion and export",
     "rollout": "Prompts, generation, rewards, engines",
+    "rollout.overlong": "Overlong penalty",
     "train": "Algorithm, optimizer, batches, parallelism",
     "train.lora": "Adapters",
     "train.opd": "Distillation",

@@ -21,8 +21,6 @@ from penstock.engines.families.tensor_rows import (
     TensorRow,
     attention_rows,
     embedding_rows,
-    mla_rows,
-    mlp_rows,
     norm_rows,
     unconverted_layer_row,
 )
@@ -97,84 +95,37 @@ def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts
     )
 
 
-def deepseek_v3_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the table of Megatron and Hugging Face tensor names of a DeepSeek-V3 model. RoPE dimensions have the same
-    order in both formats, because the Megatron model also applies interleaved RoPE."""
-    input_norm, mlp_norm = norm_rows(shape)
-    return [*embedding_rows(shape), input_norm, *mla_rows(shape), mlp_norm, *mlp_rows(shape)]
-
-
-def expert_entries(num_dense: int, num_layers: int) -> dict[str, Any]:
-    """Return the config.json entries that set the number of dense layers before the MoE layers."""
-    return {"first_k_dense_replace": num_dense}
-
-
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     model_types=("deepseek_v3", "kimi_k2"),
     defaults=dict(
-        vocab_size=129280,
-        hidden_size=7168,
-        intermediate_size=18432,
-        num_hidden_layers=61,
-        num_attention_heads=128,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-6,
-        moe_intermediate_size=2048,
-        num_experts_per_tok=8,
-        n_shared_experts=1,
-        n_routed_experts=256,
-        routed_scaling_factor=2.5,
-        n_group=8,
-        topk_group=4,
-        first_k_dense_replace=3,
-        norm_topk_prob=True,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        rope_interleave=True,
+        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
+        max_position_embeddings=4096, rms_norm_eps=1e-6, rope_interleave=True,
+        moe_intermediate_size=2048, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=256,
+        routed_scaling_factor=2.5, n_group=8, topk_group=4, first_k_dense_replace=3, norm_topk_prob=True,
+        kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
     ),
     read=lambda config: _read_latent_model(config, config["first_k_dense_replace"] or 0),
-    rows=deepseek_v3_rows,
-    expert_entries=expert_entries,
-)
+    expert_entries=lambda num_dense, num_layers: {"first_k_dense_replace": num_dense},
+)  # fmt: skip
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     model_types=("glm4_moe_lite",),
     defaults=dict(
-        vocab_size=154880,
-        hidden_size=2048,
-        intermediate_size=10240,
-        num_hidden_layers=47,
-        num_attention_heads=20,
-        max_position_embeddings=202752,
-        rms_norm_eps=1e-5,
-        moe_intermediate_size=1536,
-        num_experts_per_tok=4,
-        n_shared_experts=1,
-        n_routed_experts=64,
-        routed_scaling_factor=1.8,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        kv_lora_rank=512,
-        q_lora_rank=768,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=192,
-        v_head_dim=256,
-        rope_interleave=True,
+        vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47, num_attention_heads=20,
+        max_position_embeddings=202752, rms_norm_eps=1e-5, rope_interleave=True,
+        moe_intermediate_size=1536, num_experts_per_tok=4, n_shared_experts=1, n_routed_experts=64,
+        routed_scaling_factor=1.8, n_group=1, topk_group=1, norm_topk_prob=True,
+        kv_lora_rank=512, q_lora_rank=768, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256,
     ),
     read=glm4_moe_lite_shape_fields,
-    rows=deepseek_v3_rows,
     expert_entries=lambda num_dense, num_layers: {
         "first_k_dense_replace": num_dense,
         "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense),
     },
-)
+)  # fmt: skip
 
 
 def glm_shape_fields(config: ConfigEntries) -> dict[str, Any]:
@@ -200,17 +151,9 @@ def glm_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 _DEFAULTS = dict(
-    vocab_size=151552,
-    hidden_size=4096,
-    intermediate_size=13696,
-    num_hidden_layers=40,
-    num_attention_heads=32,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1.5625e-07,
-    attention_bias=True,
-)
+    vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
+    num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-07, attention_bias=True,
+)  # fmt: skip
 GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
@@ -245,24 +188,11 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     model_types=("glm4_moe",),
     defaults=dict(
-        vocab_size=151552,
-        hidden_size=4096,
-        intermediate_size=10944,
-        num_hidden_layers=46,
-        num_attention_heads=96,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        moe_intermediate_size=1408,
-        num_experts_per_tok=8,
-        n_shared_experts=1,
-        n_routed_experts=128,
-        routed_scaling_factor=1.0,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        norm_topk_prob=True,
+        vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96,
+        num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128,
+        routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True,
     ),
     read=glm4_moe_shape_fields,
-    expert_entries=expert_entries,
-)
+    expert_entries=lambda num_dense, num_layers: {"first_k_dense_replace": num_dense},
+)  # fmt: skip

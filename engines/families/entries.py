@@ -32,24 +32,20 @@ def integer_between(low: int, high: int = LARGEST) -> EntryType:
     return f"an integer of at least {low}{upper}", lambda value: type(value) is int and low <= value <= high
 
 
-def _is_positive(value: Any) -> bool:
-    """Return whether the value of an entry is a positive, finite number."""
-    return type(value) in (int, float) and 0 < value < LARGEST_NUMBER
-
-
-def _make_list_check(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that a value is a list whose items all pass the check `fits`."""
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
 NUMBER: EntryType = ("a number", lambda value: type(value) in (int, float) and abs(value) < LARGEST_NUMBER)
-POSITIVE: EntryType = ("a positive number", _is_positive)
-FRACTION: EntryType = ("a number above 0 and at most 1", lambda value: _is_positive(value) and value <= 1)
+POSITIVE: EntryType = ("a positive number", lambda value: type(value) in (int, float) and 0 < value < LARGEST_NUMBER)
+FRACTION: EntryType = ("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 FLAG: EntryType = ("true or false", lambda value: type(value) is bool)
 TEXT: EntryType = ("a string", lambda value: isinstance(value, str))
 TABLE: EntryType = ("an object", lambda value: isinstance(value, dict))
-TEXTS: EntryType = ("a list of strings", _make_list_check(lambda item: isinstance(item, str)))
-LAYERS: EntryType = ("a list of layer numbers", _make_list_check(lambda item: type(item) is int and item >= 0))
+TEXTS: EntryType = (
+    "a list of strings",
+    lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+)
+LAYERS: EntryType = (
+    "a list of layer numbers",
+    lambda value: isinstance(value, list) and all(type(item) is int and item >= 0 for item in value),
+)
 
 TYPES: dict[str, EntryType] = {  # types of config.json's entries; null is valid, too, except for those in REQUIRED
     "num_hidden_layers": integer_between(1, MAX_LAYERS),

@@ -50,17 +50,9 @@ LLAMA = Family(
     read=llama_shape_fields,
 )
 _QWEN = dict(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=22016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    max_window_layers=28,
-    sliding_window=4096,
-)
+    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=32, max_position_embeddings=32768, rms_norm_eps=1e-6, max_window_layers=28, sliding_window=4096,
+)  # fmt: skip
 QWEN2 = Family(
     name="qwen2", architecture="Qwen2ForCausalLM", model_types=("qwen2",), defaults=_QWEN, read=qwen2_shape_fields
 )
@@ -102,21 +94,10 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_types=("qwen3_moe",),
     defaults=dict(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        sliding_window=4096,
-        decoder_sparse_step=1,
-        moe_intermediate_size=768,
-        num_experts_per_tok=8,
-        num_experts=128,
-        norm_topk_prob=False,
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=32768, rms_norm_eps=1e-6, sliding_window=4096,
+        decoder_sparse_step=1, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128, norm_topk_prob=False,
     ),
     read=qwen3_moe_shape_fields,
     expert_entries=lambda num_dense, num_layers: {"mlp_only_layers": list(range(num_dense))},
-)
+)  # fmt: skip

@@ -244,27 +244,23 @@ class ModelShape(BaseModel):
     def _num_matrix_weights(self, num_experts: int) -> int:
         """Return the number of weights in the matrices that a token is multiplied with, including the LM head and
         `num_experts` routed experts per layer."""
-        mlp = 3 * self.hidden_size
-        total = self.num_layers * self._num_attention_weights + self.vocab_size * self.hidden_size
+        hidden, heads, queries = self.hidden_size, self.num_attention_heads, self.num_attention_heads * self.head_dim
+        if latent := self.latent:
+            rank = latent.q_lora_rank
+            attention = hidden * queries if rank is None else rank * (hidden + queries)
+            attention += hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+            attention += latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+            attention += heads * latent.v_head_dim * hidden
+        else:
+            attention = hidden * (2 * queries + 2 * self.num_query_groups * self.head_dim)
+        total = self.num_layers * attention + self.vocab_size * hidden
+        mlp = 3 * hidden
         if self.experts is None:
             return total + self.num_layers * mlp * self.ffn_hidden_size
         dense, experts = self.experts.num_dense_layers, self.experts
-        routed = self.hidden_size * experts.num_experts + mlp * num_experts * experts.ffn_hidden_size
+        routed = hidden * experts.num_experts + mlp * num_experts * experts.ffn_hidden_size
         mixture = routed + mlp * experts.shared_ffn_hidden_size
         return total + dense * mlp * self.ffn_hidden_size + (self.num_layers - dense) * mixture
-
-    @property
-    def _num_attention_weights(self) -> int:
-        """Return the number of weights in the attention projections of one layer."""
-        hidden, queries = self.hidden_size, self.num_attention_heads * self.head_dim
-        if self.latent is None:
-            return hidden * (2 * queries + 2 * self.num_query_groups * self.head_dim)
-        latent, heads = self.latent, self.num_attention_heads
-        rank = latent.q_lora_rank
-        query = hidden * queries if rank is None else rank * (hidden + queries)
-        down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
-        up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        return query + down + up + heads * latent.v_head_dim * hidden
 
 
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:

@@ -12,7 +12,7 @@ of a model are its tensor table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,18 +125,6 @@ class TensorRow:
     num_experts: int = 1
 
 
-def rows_by_layer(rows: Sequence[TensorRow], num_layers: int) -> Iterator[tuple[int, TensorRow]]:
-    """Yield (layer index, row) for each layer of every row, in the order of `TensorLayout.megatron_names`; the index is
-    0 for a row outside of the layers."""
-    for row in rows:
-        assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
-    outside = [row for row in rows if row.layers is None]
-    yield from ((0, row) for row in outside if row.megatron.startswith("embedding."))
-    for layer in range(num_layers):
-        yield from ((layer, row) for row in rows if row.layers and layer in row.layers)
-    yield from ((0, row) for row in outside if not row.megatron.startswith("embedding."))
-
-
 class TensorLayout:
     """The tensor names of one model in Megatron and Hugging Face format, and the conversion of tensors between the two.
 
@@ -148,7 +136,13 @@ class TensorLayout:
         self.hf_shapes: dict[str, tuple[int, ...]] = {}  # Hugging Face name -> shape, without duplicates
         self.copies: dict[str, str] = {}  # Hugging Face name of a duplicate (a tied head) -> name of the original
         self._rows: dict[str, tuple[Op, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
-        for layer, row in rows_by_layer(rows, shape.num_layers):
+        for row in rows:
+            assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
+        outside = [row for row in rows if row.layers is None]
+        first = [(0, row) for row in outside if row.megatron.startswith("embedding.")]
+        of_layers = [(layer, row) for layer in range(shape.num_layers) for row in rows if layer in (row.layers or ())]
+        last = [(0, row) for row in outside if not row.megatron.startswith("embedding.")]
+        for layer, row in [*first, *of_layers, *last]:  # in the order of `megatron_names`
             for expert in range(row.num_experts):
                 names = {name.format(layer=layer, expert=expert): size for name, size in row.hf.items()}
                 self._rows[row.megatron.format(layer=layer, expert=expert)] = (row.op, tuple(names))
@@ -181,16 +175,12 @@ class TensorLayout:
         Exported files have their tensors in this order, which is also the order of Megatron's modules."""
         return list(self._rows)
 
-    def hf_names(self) -> set[str]:
-        """Return the names of all Hugging Face tensors of the model, without duplicates such as a tied head."""
-        return set(self.hf_shapes)
-
     def is_untrained(self, hf_name: str) -> bool:
         """Return whether a Hugging Face checkpoint may have this tensor although the Megatron model does not.
 
         True for tensors of multi-token prediction layers (hub checkpoints number these layers after the last decoder
         layer) and for RoPE inverse frequencies (stored by old checkpoints; computed from config.json). Any other name
-        that is neither in `hf_names` nor in `copies` belongs to a different model.
+        that is neither in `hf_shapes` nor in `copies` belongs to a different model.
         """
         if hf_name.endswith(".rotary_emb.inv_freq"):
             return True
@@ -216,9 +206,12 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a pre-norm decoder, dense or MoE, with grouped-query attention and SwiGLU."""
+    """Return the tensor table of a pre-norm decoder, dense or MoE, with grouped-query or latent attention and SwiGLU.
+    With latent attention the RoPE dimensions have the same order in both formats, because the Megatron model also
+    applies interleaved RoPE."""
     input_norm, mlp_norm = norm_rows(shape)
-    return [*embedding_rows(shape), input_norm, *attention_rows(shape), mlp_norm, *mlp_rows(shape)]
+    attention = mla_rows(shape) if shape.latent else attention_rows(shape)
+    return [*embedding_rows(shape), input_norm, *attention, mlp_norm, *mlp_rows(shape)]
 
 
 def embedding_rows(shape: ModelShape) -> list[TensorRow]:

@@ -14,6 +14,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -50,11 +51,11 @@ def import_megatron() -> None:
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
+@dataclass
 class _MegatronFinder(importlib.abc.MetaPathFinder):
     """Find modules of `megatron.core` on the import path, and make Python load them with `loader`."""
 
-    def __init__(self, loader: Callable[[str, str], importlib.abc.Loader]) -> None:
-        self.loader = loader
+    loader: Callable[[str, str], importlib.abc.Loader]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -21,7 +21,6 @@ import importlib.machinery
 import importlib.util
 import marshal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -102,59 +101,41 @@ class CudaRewriter(ast.NodeTransformer):
             return ast.copy_location(ast.Constant(TYPE_NAMES.get(node.value, "cpu")), node)
         return node
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        return node  # text of f-strings (messages) is not changed
-
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         node.value = self.visit(node.value) if node.value else None
         return node  # the annotation itself is not changed
 
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        return node
+    def visit_arg(self, node: ast.AST) -> ast.AST:
+        return node  # annotations of arguments are not changed
+
+    visit_JoinedStr = visit_arg  # nor is the text of f-strings (messages)
 
 
-class _Stream:
-    """Substitute for `torch.cuda.Stream`: CPU operations run in order, so waiting is a no-op and all streams compare
-    equal."""
-
-    device = torch.device("cpu")
-
-    def wait_stream(self, *_: Any) -> None: ...
-    def wait_event(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, *_: Any) -> _Event:
-        return _Event()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
+_ignored = staticmethod(lambda *_, **__: None)
 
 
 class _Event:
     """Substitute for `torch.cuda.Event`: CPU operations run in order, so waiting is a no-op."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
+    record = wait = synchronize = _ignored
 
-    def elapsed_time(self, _: _Event) -> float:
-        return 0.0
+
+class _Stream:
+    """Substitute for `torch.cuda.Stream`: CPU operations run in order, so waiting is a no-op."""
+
+    device = torch.device("cpu")
+    wait_stream = wait_event = synchronize = _ignored
+    record_event = staticmethod(lambda *_: _Event())
+
+
+_STREAM = _Stream()  # the only one, so all streams compare equal
 
 
 class _Nvtx:
     """Substitute for `torch.cuda.nvtx` without profiler markers."""
 
-    @staticmethod
-    @contextlib.contextmanager
-    def range(*_: Any, **__: Any) -> Iterator[None]:
-        yield
-
-    range_push = range_pop = staticmethod(lambda *_, **__: None)
+    range = staticmethod(lambda *_, **__: contextlib.nullcontext())
+    range_push = range_pop = _ignored
 
 
 class _Random:
@@ -177,16 +158,16 @@ class _Cuda:
     FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
     OutOfMemoryError = torch.cuda.OutOfMemoryError
     CUDAGraph = type("CUDAGraph", (), {})
-    Event, nvtx, random, amp = _Event, _Nvtx(), _Random, _Amp
-    Stream = staticmethod(lambda *_, **__: _Stream())
-    current_stream = default_stream = staticmethod(lambda *_, **__: _Stream())
+    nvtx, random, amp = _Nvtx, _Random, _Amp
+    Event = staticmethod(lambda *_, **__: _Event())
+    Stream = current_stream = default_stream = staticmethod(lambda *_, **__: _STREAM)
     stream = staticmethod(lambda _=None: contextlib.nullcontext())
     default_generators = (torch.default_generator,)
     is_available = is_initialized = is_current_stream_capturing = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: torch.device("cpu"))
-    set_device = synchronize = empty_cache = staticmethod(lambda *_, **__: None)
-    manual_seed = manual_seed_all = staticmethod(lambda seed: torch.manual_seed(seed))
+    set_device = synchronize = empty_cache = _ignored
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda *_, **__: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_, **__: torch.set_rng_state(state))
 

@@ -15,24 +15,17 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
-from penstock.engines.families.shape import ModelShape
-from penstock.engines.lora import LoraOptions
 from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
-from penstock.engines.megatron.model.transformer_config import (
-    FA4,
-    choose_attention_kernel,
-    prepare_fa4,
-    torch_attention_kernel,
-)
+from penstock.engines.megatron.model.transformer_config import FA4, choose_attention_kernel, torch_attention_kernel
 from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream, place_images
-from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name, peak_flops
+from penstock.engines.megatron.parallel import device, device_name, peak_flops
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 
 # isort: split
@@ -42,6 +35,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
+from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters
 from penstock.engines.megatron.optimizer import (
     ParamGather,
@@ -52,6 +46,7 @@ from penstock.engines.megatron.optimizer import (
 )
 from penstock.engines.megatron.residency import DeviceMemory
 from penstock.engines.training import (
+    EngineBuild,
     EnginePack,
     GatheredWeights,
     LossFunction,
@@ -60,7 +55,6 @@ from penstock.engines.training import (
     StateKind,
     TrainEngine,
 )
-from penstock.storage.errors import LayoutError
 
 
 class MegatronEngine(TrainEngine):
@@ -68,55 +62,47 @@ class MegatronEngine(TrainEngine):
 
     Several engines of one process share RNG states: every engine's checkpoint contains them, and the last `load` sets
     them. With dropout 0 the RNGs are not used after weight initialization, so the states are the same in all
-    checkpoints.
+    checkpoints. Gradient buffers are fp32, unless Megatron's option grad_reduce_in_fp32 is False: then they have the
+    dtype of the weights.
 
-    Args:
-        shape: shape of the model.
-        layout: parallel sizes, the same as passed to `init_parallel`.
-        dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
-            unless Megatron's option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
-        optimizer: the values of `EngineBuild.optimizer`, and optionally `frozen`, the global names of the parameters
-            that are not trained, or `lora`, as `EngineBuild.lora`.
-        overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
-        seed: seed of the random initial weights.
-        role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
-            critic, whose `head` maps hidden states to float32 values [n, 1], the same on every tensor-parallel rank.
+    The `head` of a policy maps hidden states [n, H] to the logits of this rank's vocabulary shard, that of a critic
+    (role "value") to float32 values [n, 1], the same on every tensor-parallel rank.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: ParallelLayout | None = None,
-        *,
-        dtype: Literal["fp32", "bf16"],
-        optimizer: dict[str, Any],
-        overrides: dict[str, Any] | None = None,
-        seed: int = DEFAULT_SEED,
-        role: Literal["policy", "value"] = "policy",
-    ) -> None:
-        self.shape, self.layout, self.dtype = shape, layout or ParallelLayout(), dtype
-        self.role, self.device = role, device()
-        overrides = dict(overrides or {})
+    def __init__(self, build: EngineBuild) -> None:
+        shape, dtype, seed, optimizer = build.shape, build.dtype, build.seed, build.optimizer
+        self.shape, self.layout, self.dtype, self.device = shape, build.layout, dtype, device()
+        if build.deterministic:
+            use_deterministic_kernels()
+        overrides = dict(build.options)
         self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype, shape)
         if self.attention_kernel == "fa4":
-            prepare_fa4()
+            # Otherwise FlashAttention-4 asks the driver for this number in every forward pass: 10 % of the host's time
+            # in a step of a 0.6B model on an H100.
+            processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+            os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", str(processors))
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)  # seeds the generators of weights drawn on a GPU
-        chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
+        chunk_class = partial(ValueModel, seed=seed) if build.role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
-        self.lora: LoraOptions | None = optimizer.get("lora")
+        for chunk in self.chunks:
+            chunk.fp32_head = build.fp32_head
+        self.lora = build.lora
         self._base_hashes: dict[str, str] = {}  # hashes of the frozen base weights under adapters
         if self.lora is not None:
             add_adapters(self.chunks, self.lora, seed)
-        weights.freeze_parameters(self.chunks, optimizer.get("frozen", ()))
+        frozen = frozen_parameters(shape, build.freeze, build.only_train, build.freeze_vision)
+        weights.freeze_parameters(self.chunks, frozen)
         self.config = self.chunks[0].config  # shared by all chunks
         self.wrapped = wrap_chunks_in_ddp(self.chunks, self.config, overrides)
         self._param_gather = ParamGather(self.wrapped)
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
         adapter_seed = None if self.lora is None else seed
-        self._state = RankState(shape, self.layout, role, self.chunks, self.optimizer, self.scheduler, adapter_seed)
-        self._memory = DeviceMemory(role, self.wrapped, self.optimizer)
+        self._state = RankState(
+            shape, self.layout, build.role, self.chunks, self.optimizer, self.scheduler, adapter_seed
+        )
+        self._memory = DeviceMemory(build.role, self.wrapped, self.optimizer)
 
         # Megatron's pipeline schedules read these functions from the model's configuration.
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -156,13 +142,9 @@ class MegatronEngine(TrainEngine):
         forward_only: bool = False,
         routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
-        assert microbatches, "forward_backward needs at least one micro-batch"
+        count, multiple = len(microbatches), self.layout.pipeline if self.layout.virtual_pipeline else 1
+        assert count and count % multiple == 0, f"{count} micro-batches are not a positive multiple of {multiple}"
         self._memory.require_on_device("weights", *(() if forward_only else ("gradients",)))
-        if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
-            raise LayoutError(
-                f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
-                f"of the {self.layout.pipeline} pipeline stages: pass such a number, or omit the option"
-            )
         if not forward_only:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
@@ -173,7 +155,7 @@ class MegatronEngine(TrainEngine):
                 forward_step_func=partial(self._forward_step, loss_fn, routing),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.wrapped,
-                num_microbatches=len(microbatches),
+                num_microbatches=count,
                 seq_length=1,  # not used: pipeline stages communicate the lengths, which vary
                 micro_batch_size=1,
                 forward_only=forward_only,
@@ -195,7 +177,7 @@ class MegatronEngine(TrainEngine):
             stream.routing = StreamRouting(packed.routing, num_tokens, rows, recording)
         hidden = chunk(stream)
         if chunk.module.post_process:
-            self._param_gather.wait_for_module(chunk.module.output_layer)  # whose weight `head` reads without a call
+            self._param_gather.wait(chunk.module.output_layer)  # whose weight `head` reads without a call
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if stream.num_tokens < len(hidden):
@@ -278,13 +260,13 @@ class MegatronEngine(TrainEngine):
     def _synced_chunks(self, *kinds: StateKind) -> list[PolicyModel]:
         """Check that these kinds of state are on the device, wait for parameter all-gathers, and return the chunks."""
         self._memory.require_on_device(*kinds)
-        self._param_gather.wait_for_all()
+        self._param_gather.wait()
         return self.chunks
 
     # ---- device memory -----------------------------------------------------------------------------------------------
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
-        self._param_gather.wait_for_all()
+        self._param_gather.wait()
         return self._memory.offload(kinds)
 
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:

@@ -135,10 +135,6 @@ class Adapter(nn.Module):
             return output
         if output is not None and self.group.size() == 1:
             return AddAdapter.apply(output, x, self.lora_A, self.lora_B, self.part_mask, self.scale)
-        added = self._product(x, ends)
-        return added if output is None else output + added
-
-    def _product(self, x: Tensor, ends: Tensor | None) -> Tensor:
         first: Tensor = self.lora_A
         second: Tensor = self.lora_B
         group = self.group
@@ -159,7 +155,8 @@ class Adapter(nn.Module):
                 low_rank = reduce_scatter_to_sequence_parallel_region(low_rank, group=group)
             else:
                 low_rank = reduce_from_tensor_model_parallel_region(low_rank, group=group)
-        return _multiply(low_rank * self.scale, second, ends)
+        added = _multiply(low_rank * self.scale, second, ends)
+        return added if output is None else output + added
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -183,8 +180,8 @@ class Adapter(nn.Module):
             first[index].copy_(full_first.chunk(ranks, 1)[rank])
             second[index].copy_(self._shard_of_rows(full_second, second[index].shape[0]))
 
-    def shards(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (local name of the layer, "lora_A" or "lora_B", this rank's shard): of each layer A, then B."""
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (local name of the layer and "lora_A" or "lora_B", this rank's shard): of each layer A, then B."""
         params = dict(self.named_parameters())
         of_layer = {kind: self._per_expert(param) for kind, param in params.items()}
         for index, layer in enumerate(self.layers):
@@ -192,7 +189,7 @@ class Adapter(nn.Module):
                 matrix, axis = of_layer[kind][index], sharded_axis(param)
                 if axis is not None and param.dim() == 3:
                     set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=axis - 1, stride=1)
-                yield layer, kind, matrix
+                yield f"{layer}.{kind}", matrix
 
     def _per_expert(self, param: Tensor) -> Sequence[Tensor]:
         return param.detach().unbind() if param.dim() == 3 else [param]

@@ -38,7 +38,7 @@ optimizers for GPU and CPU have the same class, and loading a checkpoint leaves 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -59,9 +59,7 @@ from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
 from penstock.storage.errors import OptionError
 
-# Names of required optimizer options; lr_decay_iters is required unless lr_decay_style is constant.
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-SCHEDULE = ("lr_decay_style", "lr_warmup_iters")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HOST_NUMEL = 2**26  # fp32 elements of a host buffer: torch rounds pinned allocations up to a power of two
 # Entries of an optimizer's param_groups that a loaded checkpoint must not change.
@@ -93,13 +91,11 @@ def build_optimizer(
     overrides: dict[str, Any],
 ) -> MegatronOptimizer:
     """Return Megatron's distributed optimizer with AdamW, with zero moments and step counts. `options` has the values
-    of the options in `ADAM` and `SCHEDULE`. With the Megatron option `optimizer_cpu_offload` the moments and main
-    parameters are offloaded: all of them, or the fraction `optimizer_offload_fraction`."""
+    of the options in `ADAM`. With the Megatron option `optimizer_cpu_offload` the moments and main parameters are
+    offloaded: all of them, or the fraction `optimizer_offload_fraction`."""
     overrides = dict(overrides)  # without the two offload options, which would enable Megatron's own offloading
     fraction = overrides.pop("optimizer_offload_fraction", 1.0)
     fraction = fraction if overrides.pop("optimizer_cpu_offload", False) else 0.0
-    missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
-    assert not missing, f"`options` lacks the optimizer options {missing}"
     fixed = {name: options[name] for name in ADAM}
     fixed |= dict(optimizer="adam", use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype)
     optimizer = get_megatron_optimizer(
@@ -180,18 +176,16 @@ def _empty_state(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
 def load_moments_and_steps(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load moments and step counts from a checkpoint's optimizer state; keep the learning rates and other
     hyperparameters that `optimizer` has."""
-    own = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in _param_groups(optimizer)]
+    kept = [
+        [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in inner.param_groups]
+        for inner in inner_optimizers(optimizer)
+    ]
     optimizer.load_state_dict(state)
-    for group, hyperparameters in zip(_param_groups(optimizer), own, strict=True):
-        group.update(hyperparameters)
-    for inner in inner_optimizers(optimizer):
+    for inner, own in zip(inner_optimizers(optimizer), kept, strict=True):
+        for group, hyperparameters in zip(inner.param_groups, own, strict=True):
+            group.update(hyperparameters)
         for param, param_state in inner.state.items():
             param_state["step"] = param_state["step"].to(param.device, torch.float32, copy=True)
-
-
-def _param_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return the param_groups of all inner torch optimizers."""
-    return [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> OptimizerParamScheduler:
@@ -243,20 +237,14 @@ class ParamGather:
         for bucket in self._buckets:
             bucket.start_param_sync()
 
-    def wait_for_all(self) -> None:
-        """Wait until the parameter all-gathers of all buckets are finished."""
-        _finish_all_gathers(self._buckets)
-
-    def wait_for_module(self, module: nn.Module) -> None:
-        """Wait until the weights of a module are gathered. Call this before reading the weights without calling the
-        module: Megatron's hooks wait only in the module's forward call."""
-        _finish_all_gathers(self._bucket_of[param] for param in module.parameters() if param in self._bucket_of)
-
-
-def _finish_all_gathers(buckets: Iterable[Any]) -> None:
-    for bucket in buckets:
-        if bucket.param_gather_handle is not None:
-            bucket.finish_param_sync(skip_next_bucket_dispatch=True)
+    def wait(self, module: nn.Module | None = None) -> None:
+        """Wait until the weights of a module are gathered, or those of all buckets. Call this before reading weights
+        without calling their module: Megatron's hooks wait only in the module's forward call."""
+        params = () if module is None else module.parameters()
+        of_module = [self._bucket_of[param] for param in params if param in self._bucket_of]
+        for bucket in self._buckets if module is None else of_module:
+            if bucket.param_gather_handle is not None:
+                bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 class OptimizerOffload:
@@ -405,12 +393,6 @@ class OptimizerOffload:
         assert state_dict is None, "the weights of a state dict cannot be copied to offloaded main parameters"
         for main, weight in self._weights.items():
             self.main_params.get(main, main).copy_(weight)
-
-
-def main_param(inner: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """Return a main parameter, or its copy in host memory if it is offloaded."""
-    offload: OptimizerOffload | None = getattr(inner, "offload", None)
-    return offload.main_params.get(param, param) if offload else param
 
 
 def optimizer_tensors_on_device(inner: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ recomputation calls a layer again much later.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.engines.megatron.model.transformer_config import AttentionKernel
 
 UNKNOWN = -1  # in place of an expert id that was not recorded: the router then selects the expert
+BUCKET_LENGTHS = [length << power for power in range(3, 40) for length in (2, 3)]  # 16, 24, 32, 48, 64, 96, ...
 
 
 @dataclass
@@ -125,15 +127,15 @@ def pack_stream(
 
 
 def make_buckets(starts: list[int], device: torch.device, exact: bool = False) -> list[Bucket]:
-    """Group the sequences of a micro-batch by length (`round_up_to_bucket_length`). Each bucket needs little padding
-    and one attention call per layer; 256 sequences of about 10 tokens become one bucket. With `exact` only sequences of
-    equal length share a bucket, which needs no padding. `starts` has the index of each sequence's first token and,
-    last, the number of tokens."""
+    """Group the sequences of a micro-batch by length, rounded up to one of BUCKET_LENGTHS. Each bucket needs little
+    padding and one attention call per layer; 256 sequences of about 10 tokens become one bucket. With `exact` only
+    sequences of equal length share a bucket, which needs no padding. `starts` has the index of each sequence's first
+    token and, last, the number of tokens."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(starts):
         if end > start:
-            length = end - start if exact else round_up_to_bucket_length(end - start)
-            groups.setdefault(length, []).append((start, end))
+            group = end - start if exact else bisect_left(BUCKET_LENGTHS, end - start)
+            groups.setdefault(group, []).append((start, end))
     buckets = []
     for _, sequences in sorted(groups.items()):
         longest = max(end - start for start, end in sequences)
@@ -143,16 +145,6 @@ def make_buckets(starts: list[int], device: torch.device, exact: bool = False) -
         )
         buckets.append(Bucket(len(sequences), rows.to(device), places.to(device), longest))
     return buckets
-
-
-def round_up_to_bucket_length(length: int) -> int:
-    """Return `length` rounded up to the next of 16, 24, 32, 48, 64, 96, ... (two sizes per power of two)."""
-    size = 16
-    while length > size:
-        if length <= size + size // 2:
-            return size + size // 2
-        size *= 2
-    return size
 
 
 @dataclass

@@ -25,14 +25,27 @@ MEGATRON_VERSION = "0.16.1"
 
 
 def patch_module(module: ModuleType) -> None:
-    """Patch a module of `megatron.core` right after its import."""
+    """Patch a module of `megatron.core` right after its import: on a GPU replace functions by faster ones; without
+    TransformerEngine correct modules that need it."""
     names: dict[str, Any] = vars(module)
-    name = module.__name__.removeprefix("megatron.core.")
-    if torch.cuda.is_available():
-        _replace_kernels(name, names)
-    if has_transformer_engine():
+    name, has_gpu = module.__name__.removeprefix("megatron.core."), torch.cuda.is_available()
+    if has_gpu and name == "fusions.fused_bias_swiglu":
+        names |= {
+            "swiglu": triton_kernels.swiglu,
+            "weighted_swiglu": triton_kernels.swiglu,
+            "swiglu_back": triton_kernels.swiglu_back,
+            "weighted_swiglu_back": triton_kernels.weighted_swiglu_back,
+        }
+    elif has_gpu and name == "tensor_parallel.layers":
+        names["fused_weight_gradient_mlp_cuda"] = SimpleNamespace(
+            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
+        )
+        names["_grad_accum_fusion_available"] = True
+    elif has_transformer_engine():
         return
-    if name == "transformer.moe.moe_utils":
+    elif has_gpu and name == "optimizer.clip_grads":
+        names["l2_norm_impl"], names["multi_tensor_scale_impl"] = l2_norm, scale
+    elif name == "transformer.moe.moe_utils":
         names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
     elif name == "transformer.multi_latent_attention":
         names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
@@ -57,24 +70,6 @@ def patch_module(module: ModuleType) -> None:
 def has_transformer_engine() -> bool:
     """Return whether TransformerEngine is installed. If it is, Megatron uses its functions to clip gradients."""
     return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _replace_kernels(module: str, names: dict[str, Any]) -> None:
-    """Replace functions of a module of `megatron.core` by faster ones. `names`: the module's namespace."""
-    if module == "fusions.fused_bias_swiglu":
-        names |= {
-            "swiglu": triton_kernels.swiglu,
-            "weighted_swiglu": triton_kernels.swiglu,
-            "swiglu_back": triton_kernels.swiglu_back,
-            "weighted_swiglu_back": triton_kernels.weighted_swiglu_back,
-        }
-    elif module == "tensor_parallel.layers":
-        names["fused_weight_gradient_mlp_cuda"] = SimpleNamespace(
-            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
-        )
-        names["_grad_accum_fusion_available"] = True
-    elif module == "optimizer.clip_grads" and not has_transformer_engine():
-        names["l2_norm_impl"], names["multi_tensor_scale_impl"] = l2_norm, scale
 
 
 def l2_norm(chunk_size: int, flag: Tensor, tensors: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:

@@ -106,7 +106,7 @@ def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Ten
     """Yield (global name of a layer, full A [parts * r, in], full B [out, r]) for every adapter of the model. Like
     `gather_weights` this is a collective."""
     for chunk in chunks:
-        local = dict(_local_adapter_tensors(chunk))
+        local = dict(matrix for adapter in chunk.adapters for matrix in adapter.shards())
         waiting: dict[str, Tensor] = {}
         for name, tensor in _gather_tensors(chunk, local, _tensors_of_stages(chunk, local), {}):
             layer, _, kind = name.rpartition(".")
@@ -145,8 +145,11 @@ def _gather_tensors(
             gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
         else:
             gathered = gather_shards(entry.names, local[name])
-            if name in adapters:
-                gathered = _merge_adapter(adapters[name], name, entry.names, gathered)
+            if adapter := adapters.get(name):
+                shards, layer = dict(adapter.shards()), name.removesuffix(".weight")
+                first, second = (gather_shards(entry.names, shards[f"{layer}.{kind}"]) for kind in ("lora_A", "lora_B"))
+                matrices = zip(gathered, first, second, strict=True)
+                gathered = [merge(*own, adapter.part_of_row, adapter.scale) for own in matrices]
         for global_, full in zip(entry.names, gathered, strict=True):
             if group.size() > 1:
                 dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
@@ -185,22 +188,6 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
             bias = name.replace("router.weight", "router.expert_bias")
             if bias in buffers:
                 yield bias, buffers[bias]
-
-
-def _local_adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, shard) of this rank's adapter matrices in a pipeline chunk, A before B of each layer."""
-    for adapter in chunk.adapters:
-        yield from ((f"{layer}.{kind}", matrix) for layer, kind, matrix in adapter.shards())
-
-
-def _merge_adapter(adapter: Any, name: str, names: tuple[str, ...], weights: list[Tensor]) -> list[Tensor]:
-    """Return W + scale * B A of a layer: `weights` are the full W under the global names `names`. A collective over
-    tensor- and expert-parallel ranks."""
-    shards = {kind: matrix for layer, kind, matrix in adapter.shards() if f"{layer}.weight" == name}
-    first, second = (gather_shards(names, shards[kind]) for kind in ("lora_A", "lora_B"))
-    return [
-        merge(*matrices, adapter.part_of_row, adapter.scale) for matrices in zip(weights, first, second, strict=True)
-    ]
 
 
 def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -> str:
@@ -242,10 +229,10 @@ def hash_weights(chunks: list[PolicyModel], of_adapters: bool = False) -> dict[s
     "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
     unlikely.
     """
-    local_tensors = _local_adapter_tensors if of_adapters else _local_tensors
     tensors = {}
     for chunk in chunks:
-        for name, tensor in local_tensors(chunk):
+        matrices = (matrix for adapter in chunk.adapters for matrix in adapter.shards())
+        for name, tensor in matrices if of_adapters else _local_tensors(chunk):
             group = sharding_group(name)
             is_shard = sharded_axis(tensor) is not None and group.size() > 1
             tensors[global_name(chunk, name) + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = tensor

@@ -25,16 +25,10 @@ _current: dict[str, str] = {}  # URL of an engine -> name of the adapter that ne
 _num_requests: Counter[str] = Counter()  # name of an adapter -> requests in flight, on all engines
 
 
-class AdapterNames:
-    """Names of the adapters that one driver loads. `identity` is a string that differs between runs of the same name,
-    for instance their store and time of creation."""
-
-    def __init__(self, identity: str) -> None:
-        self._suffix = f"{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{secrets.token_hex(4)}"
-
-    def name(self, version: str) -> str:
-        """Return the name, the same on all engines, of the adapter of policy version `version` (`<run>/<number>`)."""
-        return f"{version}@{self._suffix}"
+def adapter_suffix(identity: str) -> str:
+    """Return what a driver appends to a policy version to name the version's adapter, on all engines. `identity` is a
+    string that differs between runs of the same name, for instance their store and time of creation."""
+    return f"@{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{secrets.token_hex(4)}"
 
 
 def version_of(name: str) -> str:

@@ -6,7 +6,7 @@ this process to that address have the key in the Authorization header; requests 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from penstock.storage.errors import EngineError
@@ -21,12 +21,6 @@ def set_api_key(url: str, key: str | None) -> None:
         _keys[url] = register_secret(key)
     else:
         _keys.pop(url, None)
-
-
-def set_api_keys(keys: Mapping[str, str]) -> None:
-    """Set the API keys of several servers (URL -> key), as `set_api_key` does."""
-    for url, key in keys.items():
-        set_api_key(url, key)
 
 
 def known_api_keys(urls: Iterable[str]) -> dict[str, str]:

@@ -55,35 +55,35 @@ class EnginePool:
         self._check = cluster.check_alive
         self._connect = backend.connect
         self._lock = threading.RLock()
-        self._replicas: list[Replica] = []
+        self.replicas: list[Replica] = []  # the engines, of which some may be starting
         self._split_off: list[Replica] = []  # replicas that `split` moved to another pool
         self._serving: Supervisor | None = None  # set while a thread is inside a block of `serving`
         owner = uuid.uuid4().hex
         kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes, spec.role)
         if external:
-            self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
+            self.replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
             return
         size, gpus = spec.num_nodes, spec.tensor_parallel // spec.num_nodes
 
         def place(index: int) -> Sequence[Slot]:
             return cluster.place_processes(num_engines * size, gpus, first_gpu)[index * size : (index + 1) * size]
 
-        self._replicas += [
+        self.replicas += [
             RayReplica(cluster, spec, index, partial(place, index), owner, backend) for index in range(num_engines)
         ]
 
     def split(self, num_engines: int) -> EnginePool:
         """Move the last `num_engines` engines to a new pool, and return it."""
-        left = len(self._replicas) - num_engines
+        left = len(self.replicas) - num_engines
         if left < 1:
             raise EngineError(
                 f"--eval-mode apart with --eval-num-engines {num_engines} leaves no engine for rollouts, because the "
-                f"run has {len(self._replicas)}: start more engines, or use --eval-mode between"
+                f"run has {len(self.replicas)}: start more engines, or use --eval-mode between"
             )
         other = copy.copy(self)
         other._lock, other.listener = threading.RLock(), lambda urls: None
-        self._replicas, other._replicas = self._replicas[:left], self._replicas[left:]
-        self._split_off = other._replicas
+        self.replicas, other.replicas = self.replicas[:left], self.replicas[left:]
+        self._split_off = other.replicas
         return other
 
     @contextmanager
@@ -100,7 +100,7 @@ class EnginePool:
         tail of the log if an engine died after `health.max_restarts` restarts, or could not start.
         """
         with self._lock:
-            supervisor = self._make_supervisor(version, publish)
+            supervisor = Supervisor(self.replicas, version, publish, self.health, self.listener, self._check)
             supervisor.restart_and_publish()
             self._serving = supervisor
             try:
@@ -121,33 +121,24 @@ class EnginePool:
     def update_to_version(self, version: str, publish: Publish) -> None:
         """Restart dead engines, and send the weights to every engine that does not serve policy version `version`."""
         with self._lock:
-            self._make_supervisor(version, publish).restart_and_publish()
-
-    def _make_supervisor(self, version: str, publish: Publish) -> Supervisor:
-        """Return a supervisor of all engines that keeps them serving policy version `version`."""
-        return Supervisor(self._replicas, version, publish, self.health, self.listener, self._check)
+            Supervisor(self.replicas, version, publish, self.health, self.listener, self._check).restart_and_publish()
 
     @property
     def urls(self) -> list[str]:
         """Wait until all engines have started, and return their addresses."""
         with self._lock:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.finish_adoption()
-            return [replica.wait_for_url() for replica in self._replicas]
-
-    @property
-    def replicas(self) -> list[Replica]:
-        """Return the engines, of which some may be starting."""
-        return list(self._replicas)
+            return [replica.wait_for_url() for replica in self.replicas]
 
     def places(self, urls: Sequence[str]) -> dict[str, ProcessPlace]:
         """Return where the engines at `urls` run: URL -> place."""
-        known = {replica.known_url: replica for replica in [*self._replicas, *self._split_off]}
+        known = {replica.known_url: replica for replica in [*self.replicas, *self._split_off]}
         return {url: known[url].place() for url in urls}
 
     def actors(self, urls: Sequence[str]) -> dict[str, Any]:
         """Return URL -> handle of the Ray actor on the first node of each engine at `urls`, except external ones."""
-        replicas = [*self._replicas, *self._split_off]
+        replicas = [*self.replicas, *self._split_off]
         known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
         return {url: known[url].actors[0] for url in urls if url in known}
 
@@ -161,20 +152,20 @@ class EnginePool:
         if self._serving is not None:
             return
         with self._lock:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.finish_adoption()
                 with suppress(RuntimeError):  # it could not start; `restart_and_publish` starts it again
                     replica.wait_for_url()
-            urls = [replica.wait_for_url() for replica in self._replicas if replica.answers_requests()]
+            urls = [replica.wait_for_url() for replica in self.replicas if replica.answers_requests()]
             if urls:
                 self._connect(urls).release_memory()
 
     def stop(self) -> None:
         """Stop all engines, also those that are still starting. External engines, and engines that another driver has
         adopted, keep running. Safe to call twice."""
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.release()
-        self._replicas = []
+        self.replicas = []
 
 
 def start_pool(cluster: Cluster, options: EngineOptions) -> EnginePool:

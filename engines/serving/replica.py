@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 from penstock.engines.backends import EngineBackend
 from penstock.engines.cluster import Cluster, ClusterLost
 from penstock.engines.generation import EngineClient, EngineGone
+from penstock.engines.network import accepts_connections
 from penstock.engines.placement import NodeLost, Slot
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.endpoints import engine_url
@@ -38,20 +38,17 @@ class StartCancelled(Exception):
 class Replica(ABC):
     """One inference engine, as seen by `EnginePool` and `Supervisor`."""
 
+    _slots: Sequence[Slot] = ()  # placement of each process, by node rank; () if external
     adopted = False  # True if an earlier driver started the server
-    known_url: str | None = None  # address of the server; None while it is starting
+    known_url: str | None = None  # address of the server; None while it is starting, always known of an external engine
 
     def __init__(self, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
         self.spec = spec
         self.index = index  # position in the pool
+        self.label = f"{spec.role} {index}"  # name in messages
         self.backend = backend
         # Only methods of the client that take an engine's address are called, so it needs no list of engines.
         self.client: EngineClient = backend.connect(lambda: [])
-
-    @property
-    def label(self) -> str:
-        """Return the name of the replica in messages, such as "engine 0"."""
-        return f"{self.spec.role} {self.index}"
 
     @abstractmethod
     def launch_server(self) -> None:
@@ -78,7 +75,7 @@ class Replica(ABC):
 
     def gpus(self) -> list[tuple[str, str]]:
         """Return (Ray node id, GPU id) of every GPU of the engine; [] on CPU, and if it is external."""
-        return []
+        return [(slot.node, gpu) for slot in self._slots for gpu in slot.gpu_ids]
 
     def answers_requests(self) -> bool:
         """Return whether the server runs and answers a request for its weight version. A server that answers may still
@@ -86,18 +83,14 @@ class Replica(ABC):
         if not self.alive():
             return False
         try:
-            self.client.weight_version(self._address())
+            self.client.weight_version(self.known_url or self.wait_for_url())
         except (EngineGone, RuntimeError):
             return False
         return True
 
     def generates_tokens(self, timeout: float) -> bool:
         """Return whether the server runs and generates tokens within `timeout` seconds."""
-        return self.alive() and self.client.generates_tokens(self._address(), timeout)
-
-    def _address(self) -> str:
-        """Return the address for health checks."""
-        return self.wait_for_url()
+        return self.alive() and self.client.generates_tokens(self.known_url or self.wait_for_url(), timeout)
 
     def weight_version(self) -> str:
         """Return the weight version that the server reports."""
@@ -143,7 +136,6 @@ class RayReplica(Replica):
         self.cluster = cluster
         self.owner = owner
         self._place = place
-        self._slots: Sequence[Slot] = []
         self._log = ""
         self._starts: list[Any] = []  # object references of the actors' `start` or `adopt` calls, until all have ended
         self._deadline = 0.0
@@ -192,7 +184,7 @@ class RayReplica(Replica):
 
     def _new_actor(self, rank: int, slot: Slot) -> Any:
         """Return a new actor for the server process with a node rank."""
-        remote_class = self.cluster.ray.remote(self.backend.server_class())
+        remote_class = self.cluster.ray.remote(self.backend.server_class)
         options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank, self.spec.role))}
         deadline = time.monotonic() + NAME_TIMEOUT
         while True:
@@ -207,9 +199,6 @@ class RayReplica(Replica):
                         "another driver has started engines for this run: start only one driver per run"
                     ) from error
                 time.sleep(0.1)
-
-    def gpus(self) -> list[tuple[str, str]]:
-        return [(slot.node, gpu) for slot in self._slots for gpu in slot.gpu_ids]
 
     def finish_adoption(self) -> None:
         # Without a result after 10 s, the earlier driver's server is still starting: `wait_for_url` waits for it.
@@ -383,14 +372,7 @@ class ExternalReplica(Replica):
     def alive(self) -> bool:
         # A busy server counts as alive, because the kernel accepts connections for it.
         parts = urlsplit(self._url)
-        try:
-            socket.create_connection((parts.hostname or "", parts.port or 80), timeout=5).close()
-        except OSError:
-            return False
-        return True
-
-    def _address(self) -> str:
-        return self._url  # unlike `wait_for_url`, does not wait for the engine
+        return accepts_connections(parts.hostname or "", parts.port or 80, timeout=5)
 
     def place(self) -> ProcessPlace:
         return ProcessPlace("")  # unknown

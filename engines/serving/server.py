@@ -113,16 +113,13 @@ class EngineServer(ABC):
     name: ClassVar[str]  # name of the engine in messages; prefix of the log's file name
     highest_port: ClassVar[int] = HIGHEST
     derived_ports: ClassVar[Sequence[int]] = ()  # offsets (port + offset) of further ports that the server binds
+    # Names of environment variables that get the address of the server's node if the run uses several nodes.
+    address_variables: ClassVar[Sequence[str]] = ()
     not_inherited: ClassVar[re.Pattern[str]] = re.compile("")  # names of environment variables the server must not get
     bind_error: ClassVar[str] = ""  # regular expression of the log line that says that `{port}` could not be bound
 
     def __init__(
-        self,
-        spec: ServerSpec,
-        index: int = 0,
-        gpu_ids: tuple[str, ...] = (),
-        owner: str = "",
-        node_rank: int = 0,
+        self, spec: ServerSpec, index: int = 0, gpu_ids: tuple[str, ...] = (), owner: str = "", node_rank: int = 0
     ) -> None:
         self.spec = spec
         self.node_rank = node_rank
@@ -145,10 +142,6 @@ class EngineServer(ABC):
     @abstractmethod
     def is_ready(self) -> bool:
         """Return whether the server has loaded its model and accepts requests."""
-
-    def node_variables(self, host: str) -> dict[str, str]:
-        """Return the environment variables with which a server on several nodes listens at the address `host`."""
-        return {}
 
     def choose_rendezvous(self) -> str:
         """Reserve the port on this node at which the processes of an engine meet. Return host:port."""
@@ -174,7 +167,7 @@ class EngineServer(ABC):
             # The server binds its port only after loading the model; another process may have taken the port by then.
             # The processes of an engine over several nodes can only be restarted together, by the pool.
             fixed = self.spec.port or self.spec.num_nodes > 1
-            if last_try or fixed or "address already in use" not in self.log_tail(200).lower():
+            if last_try or fixed or "address already in use" not in read_log_tail(self._log, 200).lower():
                 break
             self.stop()
         if self.spec.port and self._port_was_taken():
@@ -219,15 +212,11 @@ class EngineServer(ABC):
         """Remove the directory of the last `download`, if there is one."""
         self._download.close()
 
-    def log_tail(self, num_lines: int = 25) -> str:
-        """Return the last `num_lines` lines of the server's log."""
-        return read_log_tail(self._log, num_lines)
-
     def exit_report(self, still_running: str = "is stuck") -> str:
         """Return "died (exit code X)", or the text `still_running` if the process is alive, and the tail of the log."""
         code = self._process.poll() if self._process else None
         outcome = still_running if code is None else f"died (exit code {code})"
-        return f"{outcome}; tail of {self._log}:\n{self.log_tail()}"
+        return f"{outcome}; tail of {self._log}:\n{read_log_tail(self._log, 25)}"
 
     def stop(self) -> None:
         """Kill the server and its child processes with SIGKILL; a graceful shutdown would take seconds."""
@@ -248,7 +237,6 @@ class EngineServer(ABC):
     def _launch(self) -> None:
         """Start the server process, with its output in a new log file."""
         spec = self.spec
-        assert self.key, "a server needs an API key"
         if spec.port and self.node_rank == 0:
             self._port = spec.port + self.index
             deadline = time.monotonic() + PORT_TIMEOUT
@@ -271,7 +259,7 @@ class EngineServer(ABC):
             host = node_address(spec.network_interface) if spec.several_nodes else LOOPBACK
             if interface := interface_of(host):
                 env["GLOO_SOCKET_IFNAME"] = interface  # by default the interface to which the host's name resolves
-            env |= self.node_variables(host) | socket_environment(spec.network_interface)
+            env |= dict.fromkeys(self.address_variables, host) | socket_environment(spec.network_interface)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
         if spec.python:
             env.pop("PYTHONPATH", None)  # another interpreter must not import the trainer's packages
@@ -292,7 +280,7 @@ class EngineServer(ABC):
     def _port_was_taken(self) -> bool:
         """Return whether the log reports that the server could not bind its port; its process may keep running."""
         pattern = self.bind_error.format(port=self._port)
-        return bool(pattern) and re.search(pattern, self.log_tail(50)) is not None
+        return bool(pattern) and re.search(pattern, read_log_tail(self._log, 50)) is not None
 
     def _port_error(self) -> EngineError:
         return EngineError(

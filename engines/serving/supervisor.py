@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.engines.cluster import ClusterLost
 from penstock.engines.generation import EngineGone
@@ -24,38 +25,22 @@ Publish = Callable[[list[str]], None]  # sends the current weights to the engine
 Listener = Callable[[list[str]], None]  # called with the addresses of the live engines whenever these change
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Restart engines that die or hang, and send them the weights of one policy version. Call `restart_and_publish`
-    first; threads supervise the engines inside the `with` block.
+    first; threads supervise the engines inside the `with` block."""
 
-    Args:
-        publish: function that sends the weights to the engines at the given addresses, which then report `version`.
-            Called from several threads, one call at a time.
-        health: health-check intervals and the limit on restarts.
-        listener: called with the addresses of the live engines whenever these change, for instance to update a router.
-        check: function that raises if the engines' Ray has died (`Cluster.check_alive`).
-    """
-
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        version: str,
-        publish: Publish,
-        health: HealthCheck,
-        listener: Listener = lambda urls: None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.replicas = replicas
-        self.version = version
-        self.publish = publish
-        self.health = health
-        self.listener = listener
-        self.check = check
-        self._live: dict[int, str] = {}  # index of a replica -> its address
-        self._lock = threading.Lock()  # one start, kill or weight update at a time
-        self._stopped = threading.Event()
-        self._failure: Exception | None = None
-        self._num_restarts = 0
+    replicas: Sequence[Replica]
+    version: str
+    publish: Publish  # called from several threads, one call at a time; the engines then report `version`
+    health: HealthCheck
+    listener: Listener = lambda urls: None  # for instance updates a router
+    check: Callable[[], None] = lambda: None  # raises if the engines' Ray has died (`Cluster.check_alive`)
+    _live: dict[int, str] = field(default_factory=dict)  # index of a replica -> its address
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # one start, kill or weight update at a time
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _failure: Exception | None = None
+    _num_restarts: int = 0
 
     def restart_and_publish(self) -> None:
         """Start or restart engines and send weights until every engine serves the supervisor's policy version.
@@ -158,7 +143,8 @@ class Supervisor:
         start = time.monotonic()
         while True:
             with self._lock:
-                self._check_not_stopped()
+                if self._stopped.is_set():
+                    raise StartCancelled
                 self._count_restart(replica, cause)
                 replica.kill()
                 replica.launch_server()
@@ -169,7 +155,8 @@ class Supervisor:
                 continue
             try:
                 with self._lock:
-                    self._check_not_stopped()
+                    if self._stopped.is_set():
+                        raise StartCancelled
                     if replica.weight_version() != self.version:
                         self.publish([url])
                 break
@@ -195,11 +182,6 @@ class Supervisor:
         logger.warning(
             "restarting %s (restart %d of %d in this stage): %s", replica.label, self._num_restarts, limit, cause
         )
-
-    def _check_not_stopped(self) -> None:
-        """Raise StartCancelled if the supervisor exited."""
-        if self._stopped.is_set():
-            raise StartCancelled
 
 
 def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import checks, control, older_release, passthrough
 from penstock.engines.sglang.checks import draft_model, is_speculative
 from penstock.engines.sglang.passthrough import check_router_args, check_sglang_args, to_command_line
-from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, mean_bytes_per_weight
+from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, fp8_weights, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 
@@ -60,6 +60,7 @@ class SGLangServer(EngineServer):
     """An `EngineServer` that runs SGLang through `launch.py`."""
 
     name = "sglang"
+    address_variables = ("SGLANG_HOST_IP",)
     # Variables that make SGLang open further ports, replace its HTTP server or run other code, which the checks of its
     # flags would not see: those of its dumper and of its tests, and names that end with a kind of address.
     not_inherited = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
@@ -91,9 +92,6 @@ class SGLangServer(EngineServer):
         # A process with another node rank than 0 answers when its ranks have loaded the model.
         return control.get_succeeds(self.url(), "/health", 10)  # generates a token, which takes about a second
 
-    def node_variables(self, host: str) -> dict[str, str]:
-        return {"SGLANG_HOST_IP": host}
-
 
 class SGLangBackend(EngineBackend):
     """The implementation of `EngineBackend` for SGLang."""
@@ -104,6 +102,7 @@ class SGLangBackend(EngineBackend):
         "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. The flags of "
         "SGLang's router have the prefix --router-."
     )
+    server_class = SGLangServer
     capabilities = frozenset(Capability)
     packages: ClassVar = {"sglang": "", "sglang-router": "0.3."}
     processes: ClassVar = {
@@ -114,6 +113,11 @@ class SGLangBackend(EngineBackend):
     context_flag = "--sglang-context-length"
     speculation_flag = "--sglang-speculative-algorithm"
     path_flags = checks.DRAFT_MODEL
+    flag_tables = staticmethod(passthrough.flag_tables)
+    check_sharding = staticmethod(checks.check_fp8_widths)
+    graph_warning = staticmethod(checks.graph_warning)
+    reason_against_adapters = staticmethod(checks.reason_against_adapters)
+    find_biasing_params = staticmethod(passthrough.find_biasing_params)
 
     def facts(self, args: Mapping[str, Any]) -> EngineFacts:
         length = args.get("context_length")
@@ -127,9 +131,6 @@ class SGLangBackend(EngineBackend):
 
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
         return check_router_args(args) if router else check_sglang_args(args)
-
-    def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        return passthrough.flag_tables()
 
     def start_check(self) -> tuple[list[str], str]:
         advice = f"without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
@@ -147,9 +148,6 @@ class SGLangBackend(EngineBackend):
 
         return SGLangClient(urls, timeout, experts=experts, router=router)
 
-    def server_class(self) -> type[EngineServer]:
-        return SGLangServer
-
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)
         offload = options.offload and has_gpus
@@ -164,8 +162,10 @@ class SGLangBackend(EngineBackend):
         }
         args = default_args(options, has_gpus=has_gpus) | options.spec.args
         args |= {name: True for name, is_on in switches.items() if is_on}
-        if options.adapters is not None:
-            args = checks.lora_args(options.adapters) | args
+        if adapters := options.adapters:
+            lora = {"enable_lora": True, "max_lora_rank": adapters.rank, "lora_target_modules": list(adapters.modules)}
+            # Health checks, which have no adapter, count as one more.
+            args = {**lora, "max_loras_per_batch": 1 + adapters.max_versions, **args}
         return checks.without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
@@ -220,9 +220,6 @@ class SGLangBackend(EngineBackend):
                 "the temperature when it verifies draft tokens on a CPU: omit the option, or use a machine with GPUs"
             )
 
-    def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
-        checks.check_fp8_widths(options, shape)
-
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         directory = Path(options.spec.model_path)
         quantization = read_config(directory / "config.json").get("quantization_config")
@@ -243,8 +240,17 @@ class SGLangBackend(EngineBackend):
                 f"engines only unquantized weights, or fp8 (e4m3) weights with one scale per {BLOCK} x {BLOCK} block "
                 f"and dynamic activation scales: use a bf16 checkpoint, or {copy}"
             )
-        if capabilities is not None:
-            checks.check_fp8_hardware(options, capabilities)
+        if capabilities is None or not fp8_weights(options.spec.model_path):
+            return
+        # SGLang's parameters have the checkpoint's layout on Ada and Hopper only: on earlier GPUs, where its kernels
+        # compute in bf16, they have another layout, and on later GPUs the scales have another layout.
+        if not capabilities or not all((8, 9) <= capability < (10, 0) for capability in capabilities):
+            names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
+            found = f"GPUs of compute capability {names}" if names else "no GPU"
+            raise EngineError(
+                f"engines with the fp8 weights of --hf-checkpoint {directory} need GPUs of compute capability 8.9 or "
+                f"9.0 (Ada, Hopper); found {found}: hide other GPUs with CUDA_VISIBLE_DEVICES, or use a bf16 checkpoint"
+            )
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         args = check_sglang_args(options.spec.args)
@@ -267,12 +273,6 @@ class SGLangBackend(EngineBackend):
             num_draft_layers=shape.num_mtp_layers if is_speculative(args) and draft_model(args) is None else 0,
             share_flag="--sglang-mem-fraction-static",
         )
-
-    def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
-        return checks.graph_warning(options, num_samples, gpu_bytes)
-
-    def reason_against_adapters(self, options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
-        return checks.reason_against_adapters(options, shape, layers)
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)
@@ -304,6 +304,3 @@ class SGLangBackend(EngineBackend):
                     f"{model_path} has {required.get(name)!r}: start the engine with --hf-checkpoint's model, or "
                     "name another engine in --rollout-external-engine-addrs"
                 )
-
-    def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
-        return passthrough.find_biasing_params(params)

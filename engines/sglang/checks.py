@@ -23,7 +23,7 @@ from penstock.storage.errors import EngineError, LayoutError, ModelError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.options import EngineOptions, ServedAdapters
+    from penstock.engines.options import EngineOptions
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -35,9 +35,16 @@ OTHER_SHARDING = {"enable_dp_attention", "ep_size", "expert_parallel_size", "moe
 
 
 def check_model(values: dict[str, Any]) -> None:
-    """Check that the installed SGLang implements the model that a config.json describes, with its RoPE scaling."""
-    architecture = values["architectures"][0]
-    check_architecture(architecture)
+    """Check that the installed SGLang, if there is one, implements the model that a config.json describes, with its
+    RoPE scaling. SGLang runs other architectures with the model code of transformers, where weights cannot be updated
+    by their Hugging Face names."""
+    architecture, root = values["architectures"][0], package_directory("sglang")
+    if root is not None and not implements_architecture(architecture, root):
+        raise EngineError(
+            f"SGLang {version('sglang')} does not implement {architecture}: give --hf-checkpoint a model of another "
+            f"architecture, or install a release that implements {architecture}; `penstock sft` and `penstock convert` "
+            "work without SGLang"
+        )
     name = "original_max_position_embeddings"
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     scaled = (rope.get("rope_type") or rope.get("type") or "default") != "default"
@@ -46,18 +53,6 @@ def check_model(values: dict[str, Any]) -> None:
         raise EngineError(
             f"config.json has {name} {top} at the top level, where SGLang does not read it for {architecture} (SGLang "
             f"uses {read}): move the entry into rope_parameters (or rope_scaling)"
-        )
-
-
-def check_architecture(architecture: str) -> None:
-    """Check that the installed SGLang, if there is one, implements an architecture. SGLang runs other architectures
-    with the model code of transformers, where weights cannot be updated by their Hugging Face names."""
-    root = package_directory("sglang")
-    if root is not None and not implements_architecture(architecture, root):
-        raise EngineError(
-            f"SGLang {version('sglang')} does not implement {architecture}: give --hf-checkpoint a model of another "
-            f"architecture, or install a release that implements {architecture}; `penstock sft` and `penstock convert` "
-            "work without SGLang"
         )
 
 
@@ -112,39 +107,11 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
             )
 
 
-def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int]]) -> None:
-    """Check that fp8 weights can be updated on GPUs of these compute capabilities.
-
-    Updates need parameters in the checkpoint's layout. SGLang uses another layout on GPUs before Ada, whose kernels
-    compute in bf16, and another layout of the scales on GPUs after Hopper.
-    """
-    if not fp8_weights(options.spec.model_path):
-        return
-    if not capabilities or not all((8, 9) <= capability < (10, 0) for capability in capabilities):
-        names = ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
-        found = f"GPUs of compute capability {names}" if names else "no GPU"
-        raise EngineError(
-            f"engines with the fp8 weights of --hf-checkpoint {options.spec.model_path} need GPUs of compute "
-            f"capability 8.9 or 9.0 (Ada, Hopper); found {found}: hide other GPUs with CUDA_VISIBLE_DEVICES, or use a "
-            "bf16 checkpoint"
-        )
-
-
 # ---- LoRA adapters ---------------------------------------------------------------------------------------------------
 
 # Architectures whose log-probs with adapters are compared with the trainer's (tests/engines/test_sglang_adapters.py).
 SERVED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
 UNVERIFIED_PARALLELISM = {"enable_dp_attention", "dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"}
-
-
-def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
-    """Return the flags of a server that loads these adapters."""
-    return {
-        "enable_lora": True,
-        "max_lora_rank": adapters.rank,
-        "lora_target_modules": list(adapters.modules),
-        "max_loras_per_batch": 1 + adapters.max_versions,  # health checks, without an adapter, count as one more
-    }
 
 
 def reason_against_adapters(options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:

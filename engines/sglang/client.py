@@ -191,8 +191,7 @@ class SGLangClient(EngineClient):
     def resume_kv_cache(self) -> None:
         _call_for_each_url(self.urls, control.resume_kv_cache)
 
-    def generates_tokens(self, url: str, timeout: float = 30) -> bool:
-        return control.is_released(url, timeout) or control.generates_tokens(url, timeout)
+    generates_tokens = staticmethod(control.generates_tokens)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
         version, adapter = control.weight_version(url, timeout), adapter_requests.adapter_of(url)
@@ -330,7 +329,9 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
                 others = adapter_requests.other_adapters(name, loaded) + [name] * (also_current and name in loaded)
                 for adapter in others:
                     if not adapter_requests.is_requested(adapter) and adapter_requests.adapter_of(url) != adapter:
-                        control.unload_adapter(url, adapter, UNLOAD_TIMEOUT)
+                        # The server refuses new requests for the adapter at once, but answers only when no request uses
+                        # it; until then it loads no other adapter.
+                        control.call_server(url, "/unload_lora_adapter", {"lora_name": adapter}, UNLOAD_TIMEOUT)
         except (EngineGone, EngineRefused) as error:
             logger.warning("old adapters of %s stay loaded (%s)", url, error)
 
@@ -344,8 +345,7 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
 def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
     """Call a function for all servers at once, wait for all, and return the results or raise the first error."""
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
-        calls = [pool.submit(call, url) for url in urls]
-    return [done.result() for done in calls]
+        return list(pool.map(call, urls))
 
 
 def parse_scores(answer: dict[str, Any], input_ids: list[int]) -> list[float]:  # [L]

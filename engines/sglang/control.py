@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 
-from penstock.engines.generation import EngineGone, EngineRefused, PauseMode
+from penstock.engines.generation import EngineGone, EngineRefused
 from penstock.engines.serving import endpoints
 
 RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
@@ -73,10 +74,14 @@ def get_succeeds(url: str, path: str, timeout: float) -> bool:
 
 def generates_tokens(url: str, timeout: float = 30) -> bool:
     """Return whether the server generates tokens: for its running requests or, if it is idle, one token for this check.
+    A server whose KV cache is released is paused; for it, return whether it answers.
 
     Takes about a second. SGLang waits up to 20 s (SGLANG_HEALTH_CHECK_TIMEOUT) for output of its scheduler; the output
     of running requests suffices.
     """
+    with suppress(EngineGone, EngineRefused):
+        if not has_kv_cache(str(call_server(url, "/model_info", timeout=timeout).get("weight_version", ""))):
+            return True
     return get_succeeds(url, "/health_generate", timeout)
 
 
@@ -115,26 +120,9 @@ def loaded_adapters(url: str, timeout: float = 30) -> list[str]:
     return [str(model["id"]) for model in models if model.get("parent") is not None]
 
 
-def unload_adapter(url: str, name: str, timeout: float = 600) -> None:
-    """Unload a LoRA adapter. The server refuses new requests for the adapter at once, but answers this call only when
-    no request uses the adapter; until then it loads no other adapter."""
-    call_server(url, "/unload_lora_adapter", {"lora_name": name}, timeout)
-
-
-def pause_generation(url: str, timeout: float, mode: PauseMode) -> None:
-    """Pause generation. With "retract" running requests return to the waiting queue, so that the KV cache can be
-    flushed; with "in_place" they keep their KV cache."""
-    call_server(url, "/pause_generation", {"mode": mode}, timeout)
-
-
 def set_weight_version(url: str, version: str) -> None:
     """Set the weight version that the server reports."""
     call_server(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, 60)
-
-
-def resume_generation(url: str) -> None:
-    """Resume generation after `pause_generation`."""
-    call_server(url, "/continue_generation", {}, 60)
 
 
 # ---- GPU memory ----------------------------------------------------------------------------------------------------
@@ -143,15 +131,6 @@ def resume_generation(url: str) -> None:
 def has_kv_cache(version: str) -> bool:
     """Return whether a server that reports this weight version has a KV cache."""
     return not version.startswith((RELEASED, LOADING, LOADED))
-
-
-def is_released(url: str, timeout: float) -> bool:
-    """Return whether the server answers and its KV cache is released; such a server is paused."""
-    try:
-        info = call_server(url, "/model_info", timeout=timeout)
-    except (EngineGone, EngineRefused):
-        return False
-    return not has_kv_cache(str(info.get("weight_version", "")))
 
 
 def release_gpu_memory(url: str) -> None:
@@ -178,7 +157,7 @@ def resume_kv_cache(url: str) -> None:
     if f"{state}:" == LOADED:
         call_server(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, MEMORY_TIMEOUT)
         set_weight_version(url, version)
-        resume_generation(url)
+        call_server(url, "/continue_generation", {})
 
 
 def overwrite_weights(url: str) -> None:

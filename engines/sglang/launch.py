@@ -133,18 +133,12 @@ def disable_pinned_memory() -> None:
     import torch
     from sglang.srt.mem_cache.pool_host import common
 
-    def allocate(*args: object, **options: object) -> object:
-        return common.alloc_with_host_register(*args, **{**options, "pin_memory": False})
-
-    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
-
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda *args, **options: common.alloc_with_host_register(
+        *args, **{**options, "pin_memory": False}
+    )
     for name in ("tensor", "zeros", "empty"):
         create = getattr(torch, name)
-
-        def create_unpinned(*args: Any, create: Any = create, pin_memory: bool = False, **options: Any) -> Any:
-            return create(*args, **options)
-
-        setattr(torch, name, create_unpinned)
+        setattr(torch, name, lambda *args, create=create, pin_memory=False, **options: create(*args, **options))
     tensor_class: Any = torch.Tensor
     tensor_class.pin_memory = lambda self, device=None: self
 
@@ -160,11 +154,7 @@ def write_load_snapshots_to_tmpdir() -> None:
     except ImportError:  # SGLang before 0.5.21 does not write load snapshots
         return
     path_in_shm = load_snapshot.shm_path_for
-
-    def path_in_tmpdir(ipc_name: str) -> str:
-        return str(Path(tempfile.gettempdir()) / Path(path_in_shm(ipc_name)).name)
-
-    load_snapshot.shm_path_for = path_in_tmpdir
+    load_snapshot.shm_path_for = lambda ipc_name: str(Path(tempfile.gettempdir()) / Path(path_in_shm(ipc_name)).name)
 
 
 def bind_rendezvous_to_its_address() -> None:
@@ -219,9 +209,6 @@ def separate_prefixes_by_weights() -> None:
         num_loads += 1
         return load(updater, source)
 
-    def key_of(req: Any) -> str:
-        return f"{num_loads}:{req.client_key or ''}"
-
     def match_and_note_weights(req: Any, *args: Any, **options: Any) -> None:
         if not req.kv.holds_kv:
             req.computed_with = num_loads
@@ -239,7 +226,9 @@ def separate_prefixes_by_weights() -> None:
 
     SchedulerWeightUpdaterManager._observe_weight_load = load_and_count
     Req.computed_with = -1  # value of `num_loads` when the request's first key was computed; -1: no key yet
-    Req.extra_key = property(key_of, lambda req, key: setattr(req, "client_key", key))
+    Req.extra_key = property(
+        lambda req: f"{num_loads}:{req.client_key or ''}", lambda req, key: setattr(req, "client_key", key)
+    )
     Req.init_next_round_input = match_and_note_weights
     UnifiedRadixCache.insert_req = insert_if_unmixed
     UnifiedRadixCache.cache_unfinished_req = insert_unfinished_if_unmixed

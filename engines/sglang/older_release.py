@@ -16,7 +16,7 @@ from penstock.storage.errors import EngineError
 
 Release = tuple[int, ...]  # for instance (0, 5, 21)
 OLDEST: Release = (0, 5, 15)  # the first release with the route /model_info
-CURRENT: Release = (0, 5, 21)
+CURRENT: Release = (0, 5, 21)  # servers before it need the functions of this file
 # Entries of `checks.LIMITS` (largest batches with a CUDA graph) that differ in the older release.
 GRAPH_LIMITS = {35: (24, 80)}
 # Flags of the older release -> the flag and value that replace them (... stands for the value that was given).
@@ -38,14 +38,9 @@ DROPPED = {
 }
 
 
-def is_older(release: Release) -> bool:
-    """Return whether a server's release is before 0.5.21 and needs the functions of this file."""
-    return release < CURRENT
-
-
 def is_installed() -> bool:
     """Return whether the SGLang in this environment is before 0.5.21."""
-    return is_older(tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])))
+    return tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])) < CURRENT
 
 
 def release_name(release: Release) -> str:
@@ -93,7 +88,7 @@ def check_streaming() -> None:
 
 def check_update_in_flight(url: str, release: Release) -> None:
     """Check that a server reports which weights sampled each token."""
-    if is_older(release):
+    if release < CURRENT:
         raise EngineError(
             f"the engine at {url} runs SGLang {release_name(release)}, which does not report the weight version of "
             "each token: use SGLang 0.5.21 or later, or --async-mode ahead"

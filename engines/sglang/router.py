@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineGone
@@ -72,9 +71,7 @@ class SGLangRouter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._changed.set()
         self._thread.join()

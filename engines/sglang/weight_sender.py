@@ -12,7 +12,7 @@ import shutil
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from importlib.util import find_spec
@@ -63,11 +63,8 @@ class WeightSender:
     def update(self, urls: list[str], named: Iterable[NamedTensor], version: str, transport: WeightTransport) -> None:
         """Load weights into the servers at these addresses; see `EngineClient.update_weights`."""
         assert urls, "no engines to update"
-        if transport.kind == "disk" and not (transport.model_path and (transport.directory or transport.upload)):
-            raise EngineError(
-                "the weight transport 'disk' needs WeightTransport.model_path, and WeightTransport.directory or "
-                "upload: set them"
-            )
+        has_place = transport.model_path and (transport.directory or transport.upload)
+        assert transport.kind != "disk" or has_place, "the transport 'disk' needs model_path, and directory or upload"
         if transport.kind == "tensor" and find_spec("sglang") is None:
             raise EngineError(
                 "the weight transport 'tensor' needs SGLang in the trainer's Python environment: install it, or give "
@@ -151,22 +148,18 @@ class WeightSender:
                         update.leave_group()
                         sizes = {url: size for url, (_, size) in update.facts.items()}
                         device = bucket[0][1].device
-                        assert transport.host is not None, (
-                            "WeightTransport.host is None: set it to the address of trainer rank 0"
-                        )
-                        self._engine_group = EngineGroup(
-                            sizes, transport.host, device, update.run_in_thread, update.post
-                        )
+                        assert transport.host is not None  # `TrainActor.publish` sets it
+                        self._engine_group = EngineGroup(sizes, transport.host, device, update.pool.submit, update.post)
                     update.wait_until_loaded(loading)
                     flat = FlatBucket(bucket)
                     loading = update.load_broadcast(flat, last=last)
                     # In a thread: the first broadcast connects the ranks, which blocks if a server has failed.
-                    loading.append(update.run_in_thread(self._engine_group.broadcast, flat.flat))
+                    loading.append(update.pool.submit(self._engine_group.broadcast, flat.flat))
                 update.wait_until_loaded(loading)
                 self._members = members
             except BaseException:
                 # A broadcast may be unfinished; leaving the group also releases the servers that wait for it.
-                if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
+                if wait([*loading, update.pool.submit(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
                     raise RuntimeError(
                         f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s; "
                         "all trainer ranks must be restarted"
@@ -180,11 +173,14 @@ class WeightSender:
         `transport.upload` each server gets a copy of the directory over a store."""
 
         def write(target: Path) -> None:
-            if transport.adapter is not None:
-                write_adapter(target, named, transport.adapter.config)
+            if transport.adapter is None:
+                verify = version.startswith(REFERENCE)
+                write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=verify)
                 return
-            verify = version.startswith(REFERENCE)
-            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=verify)
+            target.mkdir(parents=True, exist_ok=True)
+            matrices = {name: matrix.detach().cpu().contiguous() for name, matrix in named}
+            save_file(matrices, target / WEIGHTS, metadata={"format": "pt"})
+            (target / CONFIG).write_text(json.dumps(dict(transport.adapter.config)))
 
         if transport.upload is not None:
             with (
@@ -292,7 +288,7 @@ def write_weights(
     target: Path, named: Iterable[tuple[str, Tensor]], model_path: Path, shard_bytes: int, *, verify: bool = False
 ) -> None:
     """Write weights as safetensors shards with an index, and copy the JSON files of `model_path` (config, tokenizer).
-    `verify`: read every file back and compare it with the tensors bit for bit."""
+    `verify`: read every file back and compare it with the tensors bit for bit; raises WeightMismatch."""
     target.mkdir(parents=True, exist_ok=True)
     for file in model_path.glob("*.json"):
         if not file.name.endswith(".index.json"):
@@ -303,25 +299,12 @@ def write_weights(
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
         save_file(tensors, target / shard, metadata={"format": "pt"})
         if verify:
-            _check_file(target / shard, tensors)
+            read = load_file(target / shard)
+            for name, tensor in tensors.items():
+                if not torch.equal(read[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
+                    raise WeightMismatch(
+                        f"{shard}: {name} read back differs from the tensor that was written: check the disk of "
+                        f"{target}"
+                    )
         weight_map |= dict.fromkeys(tensors, shard)
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def write_adapter(target: Path, named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
-    """Write LoRA adapters as a PEFT directory."""
-    target.mkdir(parents=True, exist_ok=True)
-    matrices = {name: matrix.detach().cpu().contiguous() for name, matrix in named}
-    save_file(matrices, target / WEIGHTS, metadata={"format": "pt"})
-    (target / CONFIG).write_text(json.dumps(dict(config)))
-
-
-def _check_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Check that a safetensors file has these tensors, bit for bit; otherwise raise WeightMismatch."""
-    read = load_file(path)
-    for name, tensor in tensors.items():
-        if not torch.equal(read[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
-            raise WeightMismatch(
-                f"{path.name}: {name} read back differs from the tensor that was written: check the disk of "
-                f"{path.parent}"
-            )

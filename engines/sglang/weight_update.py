@@ -47,11 +47,6 @@ FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 logger = logging.getLogger(__name__)
 
 
-def num_bytes(bucket: Iterable[NamedTensor]) -> int:
-    """Return the total size of the bucket's tensors in bytes."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-
-
 def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
     """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
 
@@ -61,7 +56,7 @@ def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator
     bucket: list[NamedTensor] = []
     size = 0
     for group in _group_fused_tensors(named):
-        group_bytes = num_bytes(group)
+        group_bytes = sum(tensor.nbytes for _, tensor in group)
         if bucket and size + group_bytes > max_bytes:
             yield bucket, False
             bucket, size = [], 0
@@ -133,14 +128,6 @@ class FlatBucket:
             for (name, tensor), part, end in zip(aligned, parts, ends)
         ]
 
-    def description(self) -> dict[str, Any]:
-        """Return names, dtypes and shapes of the tensors in the order of their bytes, for a JSON request."""
-        return {
-            "names": [entry.name for entry in self.metadata],
-            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in self.metadata],
-            "shapes": [list(entry.shape) for entry in self.metadata],
-        }
-
     def serialize(self, *, by_uuid: bool = True) -> str:
         """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
 
@@ -190,7 +177,7 @@ def check_shared_memory(bucket: list[NamedTensor]) -> None:
     """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS."""
     if bucket[0][1].device.type != "cpu":
         return
-    needed, free = num_bytes(bucket), shutil.disk_usage("/dev/shm").free
+    needed, free = sum(tensor.nbytes for _, tensor in bucket), shutil.disk_usage("/dev/shm").free
     if needed > free:
         raise EngineError(
             f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: enlarge "
@@ -213,8 +200,8 @@ class WeightUpdate:
         self.in_flight = in_flight
         self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
         # One thread for each server, one to broadcast, and one to abort a broadcast.
-        self._pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")
-        self._without_cache: list[str] = []  # URLs of servers whose KV cache is released (`control.py`)
+        self.pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")
+        self._with_cache, self._without_cache = urls, list[str]()  # URLs of servers with a KV cache, or a released one
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
     def __enter__(self) -> WeightUpdate:
@@ -224,10 +211,13 @@ class WeightUpdate:
                 for url, (release, _) in self.facts.items():
                     older_release.check_update_in_flight(url, release)
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
-            self._without_cache = [url for url, version in versions.items() if not control.has_kv_cache(version)]
+            self._with_cache = [url for url in self.urls if control.has_kv_cache(versions[url])]
+            self._without_cache = [url for url in self.urls if url not in self._with_cache]
+            # With "retract" running requests return to the waiting queue, so that the KV cache can be flushed; with
+            # "in_place" they keep their KV cache.
+            mode = {"mode": self.in_flight or "retract"}
             self._call_all(
-                lambda url: control.pause_generation(url, CALL_TIMEOUT, self.in_flight or "retract"),
-                self._urls_with_kv_cache,
+                lambda url: control.call_server(url, "/pause_generation", mode, CALL_TIMEOUT), self._with_cache
             )
             released = [url for url in self.urls if versions[url] == control.RELEASED]
             self._call_all(lambda url: control.resume_weights(url, self.version), released)
@@ -269,8 +259,14 @@ class WeightUpdate:
     def load_broadcast(self, flat: FlatBucket, *, last: bool) -> list[Future[Any]]:
         """Make every server wait for the broadcast of a bucket and load it. Pass the result to `wait_until_loaded`."""
         self._begin_sessions()
-        path, body = "/update_weights_from_distributed", {**flat.description(), "group_name": GROUP_NAME}
-        return [self.run_in_thread(self.post, url, path, body | self._fields(url, path, last)) for url in self.urls]
+        path = "/update_weights_from_distributed"
+        body = {  # the tensors are described in the order of their bytes
+            "names": [entry.name for entry in flat.metadata],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in flat.metadata],
+            "shapes": [list(entry.shape) for entry in flat.metadata],
+            "group_name": GROUP_NAME,
+        }
+        return [self.pool.submit(self.post, url, path, body | self._fields(url, path, last)) for url in self.urls]
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
@@ -312,13 +308,9 @@ class WeightUpdate:
     def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
         """Return the fields of a request to `path` that loads a bucket, but not into the draft layers of speculative
         decoding."""
-        is_older = older_release.is_older(self.facts[url][0])
+        is_older = self.facts[url][0] < older_release.CURRENT
         only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
-        return {
-            "load_format": "flattened_bucket",
-            "flush_cache": self._flushes_prefix_cache(url, last),
-            **only_target,
-        }
+        return {"load_format": "flattened_bucket", "flush_cache": self._flushes_prefix_cache(url, last), **only_target}
 
     def _begin_sessions(self) -> None:
         def begin(url: str) -> None:
@@ -331,7 +323,7 @@ class WeightUpdate:
                 self.post(url, "/begin_weight_update", {"selector": "target"})
 
         if not self._in_session:
-            self._in_session = [url for url, (release, _) in self.facts.items() if not older_release.is_older(release)]
+            self._in_session = [url for url, (release, _) in self.facts.items() if release >= older_release.CURRENT]
             self._call_all(begin, self._in_session)
 
     def _resume_generation(self) -> None:
@@ -341,8 +333,8 @@ class WeightUpdate:
             try:
                 if url in self._in_session:
                     self.post(url, "/end_weight_update", {})
-                if url in self._urls_with_kv_cache:
-                    control.resume_generation(url)
+                if url in self._with_cache:
+                    control.call_server(url, "/continue_generation", {})
             except (EngineGone, EngineRefused) as error:
                 logger.warning(
                     "an engine could not resume generation after a weight update (%s); the supervisor will restart it",
@@ -350,21 +342,11 @@ class WeightUpdate:
                 )
 
         self._call_all(resume)
-        self._pool.shutdown(wait=False)  # a thread of the pool may be stuck in a broadcast to a failed server
-
-    @property
-    def _urls_with_kv_cache(self) -> list[str]:
-        return [url for url in self.urls if url not in self._without_cache]
+        self.pool.shutdown(wait=False)  # a thread of the pool may be stuck in a broadcast to a failed server
 
     def _set_versions(self, prefix: str, prefix_without_cache: str) -> None:
-        self._call_all(lambda url: control.set_weight_version(url, f"{prefix}{self.version}"), self._urls_with_kv_cache)
-        self._call_all(
-            lambda url: control.set_weight_version(url, f"{prefix_without_cache}{self.version}"), self._without_cache
-        )
-
-    def run_in_thread(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call `fn(*args)` in a thread of this update; return the future."""
-        return self._pool.submit(fn, *args)
+        prefixes = dict.fromkeys(self._with_cache, prefix) | dict.fromkeys(self._without_cache, prefix_without_cache)
+        self._call_all(lambda url: control.set_weight_version(url, f"{prefixes[url]}{self.version}"))
 
     def post(self, url: str, path: str, body: dict[str, Any]) -> None:
         """Send one HTTP request of the weight update to a server."""
@@ -374,7 +356,7 @@ class WeightUpdate:
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""
-        futures = [self._pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
+        futures = [self.pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
@@ -393,7 +375,7 @@ class AdapterUpdate(WeightUpdate):
         self.adapter = adapter
 
     def __enter__(self) -> AdapterUpdate:
-        self._waiting = self._pool.submit(self._prepare)  # runs while the trainer gathers the matrices
+        self._waiting = self.pool.submit(self._prepare)  # runs while the trainer gathers the matrices
         return self
 
     def _prepare(self) -> list[str]:
@@ -402,8 +384,8 @@ class AdapterUpdate(WeightUpdate):
         self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
         versions = dict(zip(self.urls, self._call_all(control.weight_version)))
         self._without_cache = [url for url in self.urls if not control.has_kv_cache(versions[url])]
-        for url in self._urls_with_kv_cache:
-            if versions[url] not in NEVER_UPDATED:
+        for url in self.urls:
+            if url not in self._without_cache and versions[url] not in NEVER_UPDATED:
                 raise EngineError(
                     f"the engine at {url} has the weights {versions[url]!r} instead of its model's own weights, "
                     "for which the adapters are trained: restart the engine, or use --lora-publish merged"
@@ -422,7 +404,7 @@ class AdapterUpdate(WeightUpdate):
                     lambda url: control.set_weight_version(url, f"{control.LOADED}{BASE}"), self._without_cache
                 )
         finally:
-            self._pool.shutdown(wait=False)
+            self.pool.shutdown(wait=False)
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
         """Make every server copy the matrices of the adapter from the trainer's memory."""
@@ -431,7 +413,7 @@ class AdapterUpdate(WeightUpdate):
 
         def load(url: str) -> None:
             release, size = self.facts[url]
-            if older_release.is_older(release):
+            if release < older_release.CURRENT:
                 older_release.check_adapter(url, release, size, checksums)
                 payload: dict[str, Any] = {"serialized_tensors": flat.serialize(by_uuid=False)}
             else:

@@ -192,7 +192,7 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
     tensors, block, layout = unstack_experts(stored), block_size(directory), tensor_layout(shape)
     scales = {name for name in tensors if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors}
     check_tensors(directory, {name: tensor.shape for name, tensor in tensors.items() if name not in scales}, layout)
-    for name in layout.hf_names():
+    for name in layout.hf_shapes:
         location = tensors[name].location
         if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
             raise unsupported_dtype_error(location, name)
@@ -239,7 +239,7 @@ def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
 
 def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout) -> None:
     """Check that a checkpoint has exactly the tensors of its model, in the expected shapes."""
-    needed = layout.hf_names()
+    needed = layout.hf_shapes.keys()
     if missing := sorted(needed - shapes.keys()):
         raise ModelError(
             f"{directory} lacks {len(missing)} tensors that config.json requires, e.g. {missing[0]}: "
@@ -264,34 +264,24 @@ def _header_problem(header: dict[str, Any], num_bytes: int) -> str | None:
     """Return a description of an inconsistency in a safetensors header, or between the header and the `num_bytes` of
     tensors that follow it; None if there is none."""
     for name, entry in header.items():
-        if problem := _entry_problem(name, entry):
-            return problem
-    end, offsets = 0, {name: entry["data_offsets"] for name, entry in header.items()}
-    for name, (start, stop) in sorted(offsets.items(), key=lambda tensor: tensor[1]):
+        if not isinstance(entry, dict):
+            return f"the header entry of {name} is not an object"
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not _is_size_list(shape) or not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            return f"{name} has shape {shape} and data_offsets {offsets}, but needs a list of sizes and [begin, end]"
+        if not isinstance(dtype, str) or dtype not in BITS:
+            return f"{name} has the unknown dtype {dtype!r}"
+        needed, span = math.prod(shape) * BITS[dtype], offsets[1] - offsets[0]
+        if needed != 8 * span:
+            found = f"needs {needed / 8:.0f} bytes, but its data_offsets span {span} bytes"
+            return f"{name} of shape {shape} in {dtype} {found}"
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda tensor: tensor[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
         if start != end:
             return f"{name} begins at byte {start}, but the previous tensor ends at byte {end}"
         end = stop
-    if end != num_bytes:
-        return f"the header describes {end} bytes of tensors, but the file has {num_bytes}"
-    return None
-
-
-def _entry_problem(name: str, entry: dict[str, Any] | None) -> str | None:
-    """Return a description of what is invalid in a tensor's header entry, or None."""
-    if not isinstance(entry, dict):
-        return f"the header entry of {name} is not an object"
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not _is_size_list(shape) or not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"{name} has shape {shape} and data_offsets {offsets}, but needs a list of sizes and [begin, end]"
-    if not isinstance(dtype, str) or dtype not in BITS:
-        return f"{name} has the unknown dtype {dtype!r}"
-    needed = math.prod(shape) * BITS[dtype]
-    if needed != 8 * (offsets[1] - offsets[0]):
-        return (
-            f"{name} of shape {shape} in {dtype} needs {needed / 8:.0f} bytes, but its data_offsets span "
-            f"{offsets[1] - offsets[0]} bytes"
-        )
-    return None
+    return None if end == num_bytes else f"the header describes {end} bytes of tensors, but the file has {num_bytes}"
 
 
 def _is_size_list(value: Any) -> TypeGuard[list[int]]:

@@ -30,14 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.generation import (
-    REFERENCE,
-    EngineClient,
-    EngineGone,
-    EngineRoute,
-    WeightTransport,
-    WeightUpload,
-)
+from penstock.engines.generation import REFERENCE, EngineClient, EngineGone, EngineRoute, WeightTransport, WeightUpload
 from penstock.storage.commit import Commit
 from penstock.storage.errors import EngineError, WeightMismatch
 from penstock.storage.store import Store

@@ -63,6 +63,10 @@ model says nothing about a large one: the demo shows that every stage works and 
 happens."""
 
 
+ABOUT = """Make a Qwen3 model of 402,176 random parameters with one token per character, teach it problems such as 37+8=
+by demonstrations (SFT), and improve it by GRPO, on this machine and without a download."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that reports errors like every other command: one line, exit code 2."""
 
@@ -72,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     """Parse the demo's options and run it. Return the exit code."""
-    parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
+    parser = _Parser(prog="penstock demo", description=ABOUT, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
     parser.add_argument(
         "--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill another one)"

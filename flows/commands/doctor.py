@@ -31,8 +31,8 @@ from penstock.storage.errors import OptionError, StoreError
 from penstock.storage.store import Store
 
 USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]
-penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
-                [--num-gpus N] [--num-gpus-per-node N]
+penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml|RECIPE] [options of `penstock train`]
+                [--gpu-memory-gib N] [--num-gpus N] [--num-gpus-per-node N]
 penstock doctor --ports
 
   Checks the installation, whether Megatron-core and the engine start, and the machine; prints how to fix problems.

@@ -1,4 +1,5 @@
-"""`penstock fork RUN --at N --name NEW [options]`: create a new run that shares the first N rounds of another.
+"""`penstock fork RUN --at N --name NEW [options]`: create a new run that shares the first N rounds of another, and with
+--reuse-rollouts also the rollouts of the later rounds, which it trains again.
 
 Sharing is by reference: the small commit records are copied to the new run, and the large files that they refer to stay
 in the parent's directory. The new run's own record is written last, by one conditional create, so a run that `penstock
@@ -11,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import Plan, PostTrainConfig, RunConfig, list_options, options_by_mutability
+from penstock.flows.config import (
+    Flow,
+    Plan,
+    PostTrainConfig,
+    RunConfig,
+    list_options,
+    options_by_mutability,
+    with_options,
+)
 from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, flag_of_field, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
@@ -28,12 +37,19 @@ from penstock.storage.commit import Commit, RunKeys, commit_key, decode_record, 
 from penstock.storage.config import entries_of
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
-from penstock.storage.history.run_record import ForkRecord, ParentRecord, RunRecord, read_run_record
+from penstock.storage.history.run_record import (
+    ForkRecord,
+    ParentRecord,
+    RecordedConfig,
+    RunRecord,
+    read_run_record,
+)
 from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, unfinished_fork_key
 from penstock.storage.store import Store, committed_prefixes
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
+penstock fork RUN --reuse-rollouts --name NEW [--at N] [training options to change] [--store URI ...]
 
   Creates the run NEW from the first N rounds of RUN: its rollouts and steps before N, its checkpoints and evaluations
   up to N. Nothing is computed and no large file is copied. The options given here replace the parent's, including those
@@ -41,6 +57,10 @@ USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI 
 
   --at     the first round that is not shared; all rounds before it must be trained
   --name   name of the new run
+  --reuse-rollouts
+           also share the rollouts from round N on (default 0). `penstock resume NEW` trains on them again, without
+           engines, with other training options, such as loss, estimator or learning rate. --num-rollout ends it
+           earlier, and --min-effective-sample-size stops it where the stored samples say little about the policy
 
   `penstock fork --help-all` lists the options. If --prompt-data is given, or the order or the columns of the data
   change, round N starts at the first row. If an option of the rollout changes, groups that RUN has started before round
@@ -49,27 +69,40 @@ USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI 
 _LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> its last shared index - N
 _DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")
 _NUM_COPIES = 16  # commit records copied in parallel
+_NO_ENGINES: dict[str, Any] = {  # options of a run that trains on stored rollouts only
+    "debug_train_only": True,
+    "debug_rollout_only": False,
+    "check_weight_update_equal": False,
+    "num_epoch": None,
+    "num_rollout_per_start": None,
+}
+_LOADS_FILES = ("load_debug_rollout_data", "load_debug_rollout_data_subsample")
 
 
 def main(argv: list[str]) -> int:
     """Run `penstock fork`. Return 0."""
-    positional, own, rest = split_args(argv, {"--at": True, "--name": True})
-    if len(positional) != 1 or own.keys() != {"--at", "--name"}:
-        raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
+    positional, own, rest = split_args(argv, {"--at": True, "--name": True, "--reuse-rollouts": False})
+    reuses = "--reuse-rollouts" in own
+    if len(positional) != 1 or "--name" not in own or not (reuses or "--at" in own):
+        raise OptionError(
+            "penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW; with --reuse-rollouts "
+            "--at may be left out"
+        )
     old = check_run_name(positional[0])
-    at, name = parse_integer("--at", own["--at"]), check_run_name(own["--name"], "--name")
+    at, name = parse_integer("--at", own.get("--at", "0")), check_run_name(own["--name"], "--name")
     given = parse_values(rest)
     where = store_options_from_values(given)
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
     check_rounds_are_trained(store, RunKeys(old), at)
-    config = plan_fork(store, flow, parent, rest, name, at)
+    config = plan_fork(store, flow, parent, rest, name, at, reuses=reuses)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
     # If --prompt-data is given, the data starts again, even if the paths are the same: the rows may have changed.
     restart_data = "prompt_data" in given.get("rollout", {})
     restart_data |= any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
-    shared = create_fork(store, parent, config, at, restart_data=restart_data)
+    num_reused = config.run.num_rollout - at if reuses else 0
+    shared = create_fork(store, parent, config, at, restart_data=restart_data and not reuses, num_reused=num_reused)
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
     for field, before, after in changed_options(parent, config):
         print(f"  {flag_of_field(field)}: {before!r} -> {after!r}")
@@ -78,14 +111,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool) -> str:
+def create_fork(
+    store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool, num_reused: int = 0
+) -> str:
     """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`. After a kill, the same call
-    finishes the fork. `restart_data`: the fork reads its prompt data from the first row again. Return how many commits
-    of each kind are shared, as text."""
+    finishes the fork. Return how many commits of each kind are shared, as text.
+
+    Args:
+        restart_data: the fork reads its prompt data from the first row again.
+        num_reused: number of further rounds that the fork trains on the parent's rollouts.
+    """
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     # A fork at round 0 with other initial weights shares nothing: the parent's version 0 is another model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
-    entry = make_parent_record(store, parent, config, at_round, restart_data)
+    entry = make_parent_record(store, parent, config, at_round, restart_data, num_reused)
     check_fork_can_publish(config.flow, config, entry)
     reserve_run_name(store, new, ForkRecord(flow=config.flow, config=_config_to_json_values(config), parent=entry))
     if is_removed(store, old) or describe_removing_process(store, old):
@@ -100,12 +139,12 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
             if is_being_removed or is_removed(store, new) or not store.exists(unfinished_fork_key(new)):
                 raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
             if shares_start:
-                copy_records_to_fork(store, parent, config, at_round)
+                copy_records_to_fork(store, parent, config, entry)
             create_run_record(store, config, parent=entry)
         finally:
             lease.release()
     store.delete([unfinished_fork_key(new)])
-    prefixes = [prefix for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)]
+    prefixes = [prefix for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, entry)]
     shared = [commit.listed_kind for commit in map_in_threads(store.committed, prefixes, _NUM_COPIES) if commit]
     names = ("rollout", "step", "checkpoint", "eval", *(["rescore"] if "rescore" in shared else []))
     return ", ".join(f"{(n := shared.count(kind))} {kind}{'s' * (n != 1)}" for kind in names)
@@ -114,14 +153,36 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
 # ---- the new run's plan ----------------------------------------------------------------------------------------------
 
 
-def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> Plan:
+def plan_fork(
+    store: Store,
+    flow: str,
+    parent: PostTrainConfig,
+    argv: Sequence[str],
+    name: str,
+    at_round: int,
+    *,
+    reuses: bool = False,
+) -> Plan:
     """Return the plan of a fork: the options of the parent, replaced by those in `argv`. Raises OptionError if they
-    cannot change at round `at_round`."""
-    if "run" in parse_values(argv).get("run", {}):
+    cannot change at round `at_round`, or in a fork that reuses rollouts (`reuses`)."""
+    given = parse_values(argv)
+    if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
-    config = update_config_from_argv(parent, argv)
-    run = config.run.model_copy(update={"run": name})
-    config = resolve(flow, config.model_copy(update={"run": run}), store)
+    record, options = read_run_record(store, RunKeys(parent.run.run)), dict[str, Any]()
+    if reuses:
+        options = _NO_ENGINES | {"num_rollout": count_reusable_rounds(store, flow, parent, given, name, at_round)}
+    elif record and record.parent and record.parent.num_reused:
+        options = {"debug_train_only": False}
+    bound = RunConfig.model_fields["min_effective_sample_size"].default
+    if not reuses and given.get("run", {}).get("min_effective_sample_size", bound) != bound:
+        raise OptionError("--min-effective-sample-size has no effect without --reuse-rollouts: add it, or omit both")
+    config = with_options(parent, "run", {"min_effective_sample_size": bound} | options)
+    if reuses:
+        config = with_options(config, "debug", dict.fromkeys(_LOADS_FILES))
+    config = with_options(update_config_from_argv(config, argv), "run", {"run": name})
+    config = resolve(flow, config, store)
+    if reuses:
+        check_reuse(parent, config, available=options["num_rollout"], at_round=at_round)
     problem, before, after = "", parent.train, config.train
     frozen = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
     changed = [name for name in frozen if getattr(after, name) != getattr(before, name)]
@@ -144,6 +205,56 @@ def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[s
     return config
 
 
+def count_reusable_rounds(
+    store: Store, flow: str, parent: PostTrainConfig, given: RecordedConfig, name: str, at_round: int
+) -> int:
+    """Return the number of rounds of the parent whose rollouts the fork `name` can have. Raises InputError if the fork
+    cannot reuse them, or if an option in `given` has no effect in such a fork."""
+    keys = RunKeys(parent.run.run)
+    if flow != Flow.TRAIN:
+        raise OptionError(
+            f"--reuse-rollouts needs a run of `penstock train`, but {keys.run} is one of `{flow}`: omit it"
+        )
+    unused = {**dict.fromkeys(_NO_ENGINES, "run"), "prompt_data": "rollout"}  # option -> its section
+    for flag in (flag_of_field(option) for option, section in unused.items() if option in given.get(section, {})):
+        raise OptionError(f"{flag} has no effect with --reuse-rollouts, which starts no engines: omit {flag}")
+    available = _num_consecutive(store.committed_indices(f"{keys.prefix}/rollouts"))
+    if reserved := store.read_record(ForkRecord, unfinished_fork_key(RunKeys(name))):
+        available = min(available, reserved.parent.reused_rounds.stop)  # the parent has generated more since
+    if available <= at_round:
+        raise RunError(f"run {keys.run!r} has {available} rollouts, so none from round {at_round} on: lower --at")
+    return available
+
+
+def check_reuse(parent: PostTrainConfig, config: Plan, *, available: int, at_round: int) -> None:
+    """Check that a fork with --reuse-rollouts has rounds to train, and changes only what applies to stored samples.
+    Raises OptionError."""
+    if not at_round < config.run.num_rollout <= available:
+        raise OptionError(
+            f"--num-rollout {config.run.num_rollout} with --reuse-rollouts must be above --at {at_round} and at most "
+            f"{available}, the number of rollouts of {parent.run.run}"
+        )
+    before, after = (options_by_mutability(with_absolute_paths(each), "identity") for each in (parent, config))
+    generating = [name for name in after if name.startswith(("rollout.", "convert."))]
+    changed = [flag_of_field(name.rpartition(".")[2]) for name in generating if after[name] != before[name]]
+    if at_round == 0 and config.start_weights != parent.start_weights:
+        changed.append("the model at round 0 (--hf-checkpoint, --load, --ref-load)")
+    for what in changed[:1]:
+        raise OptionError(
+            f"{what} cannot change with --reuse-rollouts, because the stored samples were made with the old value: "
+            "keep it, or fork without --reuse-rollouts, which generates new samples"
+        )
+    for flag, needs, has in (
+        ("--use-rollout-routing-replay", *(each.train.use_rollout_routing_replay for each in (config, parent))),
+        ("--opd-type engine", *(each.train.reads_teacher_logprobs for each in (config, parent))),
+    ):
+        if needs and not has:
+            raise OptionError(
+                f"{flag} needs data that are stored when samples are generated, but {parent.run.run} was started "
+                f"without it: omit {flag}"
+            )
+
+
 def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
     """Return the options that differ between parent and fork: (name, value of the parent, value of the fork). The run's
     name and the store are left out, and a path counts as equal if it is only written differently."""
@@ -164,16 +275,17 @@ def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:
 
 
 def make_parent_record(
-    store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int, restart_data: bool
+    store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int, restart_data: bool, num_reused: int
 ) -> ParentRecord:
     """Return the record of the run and round from which the new run is forked."""
     record = read_existing_record(store, RunKeys(parent.run.run))
     ancestor = record.parent
     while ancestor is not None and at_round <= ancestor.at:
         # All shared rounds are this ancestor's. If the parent runs on other data than the ancestor, so does the fork.
-        restart_data |= ancestor.restart_data
+        restart_data |= ancestor.restart_data and not num_reused
         ancestor = ancestor.parent
-    restarts = [round_ for round_ in (record.parent.restarts if record.parent else ()) if round_ < at_round]
+    end = at_round + num_reused
+    restarts = [round_ for round_ in (record.parent.restarts if record.parent else ()) if round_ < end]
     before = config_of_round(record, at_round - 1)
     return ParentRecord(
         run=parent.run.run,
@@ -181,6 +293,7 @@ def make_parent_record(
         restart_data=restart_data,
         restarts=[*restarts, at_round] if restart_data else restarts,
         discard_responses=at_round > 0 and _response_options(before) != _response_options(config),
+        num_reused=num_reused,
         config=_config_to_json_values(parent),
         parent=record.parent,
     )
@@ -198,7 +311,7 @@ def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> No
     """Check that the rollouts and steps of the first `num_rounds` rounds of a run are committed."""
     for kind in ("steps", "rollouts"):
         indices = store.committed_indices(f"{keys.prefix}/{kind}")
-        missing = min(set(range(len(indices) + 1)) - set(indices))
+        missing = _num_consecutive(indices)
         if missing < num_rounds:
             problem = f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
             if missing < max(indices, default=-1):
@@ -207,6 +320,11 @@ def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> No
                     f"shares it: restore it from a backup, or give --at {missing}"
                 )
             raise RunError(problem)
+
+
+def _num_consecutive(indices: Sequence[int]) -> int:
+    """Return the number of consecutive indices from 0 on."""
+    return min(set(range(len(indices) + 1)) - set(indices))
 
 
 def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> None:
@@ -231,14 +349,14 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> Non
         raise RunError(f"run {new.run!r} {state}: give another --name")
 
 
-def _fork_shares_commit(keys: RunKeys, prefix: str, at_round: int) -> bool:
-    """Return whether parent and fork share the commit at `prefix` of either run (`keys`) if the fork is at
-    `at_round`."""
+def _fork_shares_commit(keys: RunKeys, prefix: str, fork: ParentRecord) -> bool:
+    """Return whether parent and fork share the commit at `prefix` of either run (`keys`)."""
     directory, index = prefix.removeprefix(f"{keys.prefix}/").split("/")[:2]
+    at_round = fork.reused_rounds.stop if directory == "rollouts" else fork.at
     return directory in _LAST_SHARED and int(index) <= at_round + _LAST_SHARED[directory]
 
 
-def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int) -> None:
+def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrainConfig, fork: ParentRecord) -> None:
     """Copy the commit records of the shared rounds, and the records of the models that parent and fork start with."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     for version in store.committed_indices(f"{new.prefix}/checkpoints"):  # copied by an earlier attempt that was killed
@@ -246,7 +364,7 @@ def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrai
         if copy is not None and (original is None or original.attempt != copy.attempt):
             # The original has expired, and its files may have been deleted.
             store.delete([commit_key(new.checkpoint_prefix(version))])
-    prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
+    prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, fork)]
     map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
     same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
     before, now = (each.train.lora and each.train.lora.lora_load for each in (parent, config))

@@ -69,6 +69,7 @@ def verify_main(argv: list[str]) -> int:
         ("commits", commits + expired, True),
         ("files", f"{result.num_files}, {format_bytes(result.num_bytes)}, read in {seconds:.1f} s", True),
         ("samples", f"{result.num_samples} of {result.num_prompts} prompts, over {result.num_epochs} epochs", True),
+        ("training", f"samples were trained {result.num_sample_uses} times", result.num_sample_uses),
         ("off-policy", off_policy, result.num_off_policy),
         ("unused", unused, result.num_orphans),
     ):

@@ -242,7 +242,8 @@ def missing_gpus(plan: Plan) -> Iterator[tuple[str, str]]:
 def plan_rows(flow: Flow, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
     """Yield the rows of the plan: model, rounds, batches, engines, sizes of weights and samples, evaluations."""
     run, train = config.run, config.train
-    yield "run", f"{run.run} in {run.store}"
+    yield "run", run.run
+    yield "store", run.store
     if shape is not None:
         number = shape.num_parameters
         size = f"{number / 1e9:.2f} B" if number >= 1e7 else f"{number:,}"
@@ -294,7 +295,8 @@ def training_rows(config: PostTrainConfig) -> Iterator[Row]:
     yield (
         "a round",
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples:,} = "
-        f"{train.num_steps_per_rollout} optimizer steps x {train.global_batch_size:,}",
+        f"{train.num_steps_per_rollout} optimizer steps x {train.global_batch_size:,}"
+        + (f", {train.ppo_epochs} epochs" if train.ppo_epochs > 1 else ""),
     )
     yield (
         "trainer",

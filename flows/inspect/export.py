@@ -1,19 +1,24 @@
-"""`penstock export RUN`: write a run's checkpoint for other programs, as `penstock convert --load RUN` does."""
+"""`penstock export RUN`: write a run's checkpoint for other programs, as `penstock convert --load RUN` does, or one of
+its rounds to a file for a bug report."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from penstock.engines.families import read_shape
 from penstock.flows import convert
 from penstock.flows.options import flags
-from penstock.flows.options.argv import check_run_name, format_bytes, short_repr, split_args
-from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.flows.options.argv import check_run_name, format_bytes, parse_integer, short_repr, split_args
+from penstock.flows.runtime.runs import keys_of_existing_run, open_store, read_flow_and_config
 from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
 
 USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft] [--store URI ...]
+penstock export RUN --round R --output FILE.parquet [--store URI ...]
 
   Writes a checkpoint of a run (default: the newest) to DIR, a directory or URI. The result becomes visible when it is
-  complete; a killed export resumes.
+  complete; a killed export resumes. If the run has exported this version with the same options, as it does after its
+  last round, these files are copied.
 
   --format hf        Hugging Face files (the default); takes --export-dtype, --vocab-size, --mtp. LoRA adapters are
                      merged into the weights
@@ -22,14 +27,22 @@ USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft
                      Megatron-LM loads; takes --megatron-names local|te (default te)
   --output           the directory or URI
 
+  --round R          write one trained round to a Parquet file, for a bug report: `penstock samples FILE.parquet`
+                     recomputes its advantages, token weights and loss from it, without the model. It has no texts and
+                     token ids. The loss of several optimizer steps needs a run with --keep-step-logprobs
+
   `penstock convert --help` describes the other options."""
 
 
 def main(argv: list[str]) -> int:
     """Run `penstock export`. Return the exit code of the conversion."""
-    positional, own, rest = split_args(argv, {"--format": True, "--output": True})
+    positional, own, rest = split_args(argv, {"--format": True, "--output": True, "--round": True})
     if len(positional) != 1 or "--output" not in own:
         raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
+    if {"--format", "--round"} <= own.keys():
+        raise OptionError("--format and --round cannot be combined: give one of them")
+    if "--round" in own:
+        return export_round(check_run_name(positional[0]), own, rest)
     form = own.get("--format", "hf")
     if form not in ("hf", "megatron", "peft"):
         raise OptionError(f"--format takes hf, megatron or peft; found {short_repr(form)}")
@@ -46,6 +59,22 @@ def main(argv: list[str]) -> int:
     return convert.main(words)
 
 
+def export_round(run: str, own: dict[str, str], rest: list[str]) -> int:
+    """Write one trained round to a file, and print how far its numbers are recomputed. Return 0."""
+    from penstock.flows.inspect.read_samples import load_round, print_agreement
+    from penstock.stages.train.recompute import recompute, write_round_file  # imports torch
+
+    output, rollout_id = Path(own["--output"]), parse_integer("--round", own["--round"])
+    if output.suffix != ".parquet" or output.exists():
+        raise OptionError(f"--output {short_repr(str(output))} exists, or does not end with .parquet: give a new file")
+    store = open_store(flags.parse_store_options(rest, "export --round"), probe=False)
+    stored = load_round(store, keys_of_existing_run(store, run), rollout_id)
+    write_round_file(stored, output)
+    print(f"{output}: {format_bytes(output.stat().st_size)}, {len(stored.samples)} samples without texts")
+    print_agreement(stored, recompute(stored))
+    return 0
+
+
 def export_adapters(reference: str, output: str, rest: list[str]) -> int:
     """Write the adapters of a run's checkpoint as a PEFT directory. Return 0."""
     from penstock.stages.convert.exported_adapters import export_peft
@@ -57,7 +86,9 @@ def export_adapters(reference: str, output: str, rest: list[str]) -> int:
     _, recorded = read_flow_and_config(config.run, checkpoint.run or "")
     source = recorded.convert
     shape = read_shape(source.hf_checkpoint, source.model_family_path)
+    print(f"writing the adapters of {checkpoint.run}, policy version {checkpoint.policy_version}: 2 files", flush=True)
     ref = export_peft(open_store(config.run, probe=False), checkpoint, shape, source.hf_checkpoint, output)
     size = format_bytes(int(convert.read_result_commit(config, ref).summary["export/num_bytes"]))
-    print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri}")
+    hint = "peft.PeftModel.from_pretrained and --lora-load load it"
+    print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri} ({hint})")
     return 0

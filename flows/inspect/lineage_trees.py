@@ -112,9 +112,12 @@ def _add_inputs(graph: LineageGraph, tree: Tree, node: Node, shown: set[str]) ->
 def _add_users(graph: LineageGraph, tree: Tree, node: Node) -> None:
     started = set()  # runs whose rounds are shown from their first use of `node` on
     users = _users(graph, node)
+    shown = []
     for user in (user for user in users if not _is_below_other(user, users)):
-        if user.kind == "rollout":  # made from a prompt file or a policy; shown with its step
-            user = next((step for step in _users(graph, user) if step.kind == "step"), user)
+        # A rollout, made from a prompt file or a policy, is shown with its steps: a fork may train it again.
+        steps = [step for step in _users(graph, user) if step.kind == "step"] if user.kind == "rollout" else []
+        shown += steps or [user]
+    for user in shown:
         if user.kind != "step":
             branch = tree.add(_label(user))
             _add_users(graph, branch, user)

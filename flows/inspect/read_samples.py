@@ -1,31 +1,43 @@
 """`penstock samples RUN`: print samples, or compare the responses to one prompt over rounds or evaluated policy
-versions. Writes nothing to the store."""
+versions. With --explain, or for the file of a round, print the arithmetic of a trained round, which
+stages/train/recompute.py computes with the trainer's functions. Writes nothing to the store."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.flows.options.argv import parse_integer, parse_run_argument, short_repr, split_args
+from penstock.flows.options.argv import flag_of_field, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import keys_of_existing_run, open_store
-from penstock.flows.terminal.console import TerminalConsole, wide_console
+from penstock.flows.runtime.runs import config_of_round, keys_of_existing_run, open_store, read_existing_record
+from penstock.flows.terminal.console import TerminalConsole, print_table, wide_console
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.history.lineage_graph import find_samples
 from penstock.storage.preemption import time_limit
-from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import read_samples
+from penstock.storage.samples.sample import Sample, Status, from_table
+from penstock.storage.samples.shards import read_samples, read_table, read_trained_tokens
 from penstock.storage.store import Store
+
+if TYPE_CHECKING:  # recompute.py imports torch, which most requests do not need
+    from torch import Tensor
+
+    from penstock.stages.train.recompute import Recomputed, StoredRound
 
 USAGE = """penstock samples RUN [--round N] [--worst | --best] [--store URI ...]
 penstock samples RUN --prompt P [--rounds 0,20,60]
 penstock samples RUN --eval DATA_SET [--versions 0,20,60] [--prompt P]
+penstock samples RUN --explain ID
+penstock samples FILE.parquet [--explain ID]
 
   Prints samples of a round (the last one if not given), or the responses to one prompt side by side, with one column
   for each round. With --eval the samples are those of evaluations, and the columns policy versions.
@@ -36,10 +48,14 @@ penstock samples RUN --eval DATA_SET [--versions 0,20,60] [--prompt P]
   --status    only samples with this status: completed, truncated, aborted, failed
   --grep      only samples whose prompt or response matches a regular expression
   --limit     number of samples (10), or of samples of each round with --prompt
-  --json      one JSON object per line, with tokens and log-probs"""
+  --json      one JSON object per line, with tokens and log-probs
+  --explain   print the arithmetic of one trained sample, from the rewards of its group to its share in the loss, and
+              the options that decided each step, without the model; what the round has not stored is named. FILE was
+              written by `penstock export RUN --round R`. Exit code 1 if a number differs from the trainer's"""
 
 _OWN = {
     **dict.fromkeys(("--round", "--rounds", "--prompt", "--eval", "--versions", "--status", "--grep", "--limit"), True),
+    "--explain": True,
     **dict.fromkeys(("--worst", "--best", "--json"), False),
 }
 
@@ -63,6 +79,8 @@ class Request:
 def main(argv: list[str]) -> int:
     """Run `penstock samples`. Return 0."""
     positional, own, rest = split_args(argv, _OWN)
+    if "--explain" in own or any(word.endswith(".parquet") for word in positional):
+        return explain(positional, own, rest)
     request = parse_request(parse_run_argument("samples", positional), own)
     store = open_store(parse_store_options(rest, "samples"), probe=False)
     keys = keys_of_existing_run(store, request.run)
@@ -220,3 +238,148 @@ def describe_sample(sample: Sample) -> str:
 def format_cell(sample: Sample) -> str:
     reward = "" if sample.reward is None else f"{sample.reward:.3f}, "
     return f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}"
+
+
+# ---- the arithmetic of a round ---------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-6  # of the difference between a recomputed number and the trainer's, absolute or relative
+STEPS = (  # title; name of the value in `texts_of`; options that decide it
+    ("reward", "reward", "rm_type custom_rm_path reward_key"),
+    ("rewards of its group", "group", ""),
+    ("mean (baseline), of the others; std", "baseline", "disable_rewards_normalization disable_grpo_std_normalization"),
+    ("KL penalty", "kl_penalty", "kl_coef kl_loss_type"),
+    ("advantage by the estimator", "estimated", "advantage_estimator gamma lambd custom_advantage_function_path"),
+    ("after distillation", "distilled", "opd_kl_coef opd_type"),
+    ("after whitening", "whitened", "normalize_advantages"),
+    ("the trainer's advantage", "advantages", ""),
+    ("log-prob of the engine", "rollout_logprobs", ""),
+    ("log-prob of the trainer", "trainer_logprobs", "use_rollout_logprobs"),
+    ("log-prob in the optimizer step", "step_logprobs", "keep_step_logprobs"),
+    ("ratio to the old policy", "train/ois", "policy_loss"),
+    ("clipped (share of the tokens)", "train/pg_clipfrac", "eps_clip eps_clip_high eps_clip_c"),
+    ("importance weight", "importance", "use_tis tis_mode tis_level tis_clip tis_clip_low opsm_delta"),
+    ("mask of the loss", "mask", "tis_veto custom_tis_function_path"),
+    ("KL to the reference", "train/kl_loss", "use_kl_loss kl_loss_coef kl_loss_type use_unbiased_kl"),
+    ("entropy", "train/entropy_loss", "entropy_coef"),
+    ("loss of a token", "loss", "loss_type custom_loss_function_path"),
+    ("denominator", "denominator", "calculate_per_token_loss global_batch_size num_steps_per_rollout"),
+    ("weight of a token", "weight", "custom_pg_loss_reducer_function_path"),
+    ("share in the loss of its optimizer step", "sum", ""),
+)
+OF_TOKENS = "rollout_logprobs trainer_logprobs step_logprobs advantages train/ois importance mask loss weight share"
+
+
+def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
+    """Run `penstock samples RUN --explain ID` or `penstock samples FILE [--explain ID]`, whose arguments `split_args`
+    has split. Return 0, or 1 if a recomputed number differs from the trainer's."""
+    from penstock.stages.train.recompute import read_round_file, recompute
+
+    is_file = len(positional) == 1 and positional[0].endswith(".parquet")
+    if others := [*(flag for flag in own if flag not in ("--explain", "--limit")), *(rest if is_file else ())]:
+        raise OptionError(f"{others[0]} has no effect on the arithmetic of a round: leave it out")
+    sample_id, limit = own.get("--explain", ""), parse_integer("--limit", own.get("--limit", "10"))
+    if is_file:
+        stored = read_round_file(Path(positional[0]))
+    else:
+        run = parse_run_argument("samples", positional)
+        store = open_store(parse_store_options(rest, "samples"), probe=False)
+        keys = keys_of_existing_run(store, run)
+        stage, _, index = find_samples(store, keys, "sample_id", sample_id).rpartition("/")
+        if stage != f"{keys.prefix}/rollouts":
+            raise RunError(f"run {run!r} has no sample {short_repr(sample_id)} in its rounds: give the id of one")
+        stored = load_round(store, keys, int(index))
+    ids = stored.samples["sample_id"].to_pylist()
+    if sample_id and sample_id not in ids:
+        raise RunError(f"{positional[0]} has no sample {short_repr(sample_id)}: give the id of one of its {len(ids)}")
+    result = recompute(stored)
+    if sample_id:
+        print_explanation(stored, result, ids.index(sample_id), limit)
+    else:
+        names = {"sample": "id", "group": "group", "advantage": "whitened", "weight": "weight", "share": "sum"}
+        rows = [{"id": id} | texts_of(stored, result, index) for index, id in enumerate(ids[:limit])]
+        print_table(tuple(names), [[escape(row.get(name, "-")) for name in names.values()] for row in rows])
+    return 0 if print_agreement(stored, result) else 1
+
+
+def load_round(store: Store, keys: RunKeys, rollout_id: int) -> StoredRound:
+    """Return what the store has of a trained round. Raises RunError if the round was not trained with rewards."""
+    from penstock.stages.train.recompute import StoredRound
+
+    config = config_of_round(read_existing_record(store, keys), rollout_id)
+    rollout, step = store.committed(keys.rollout_prefix(rollout_id)), store.committed(keys.step_prefix(rollout_id))
+    if rollout is None or step is None or config.train.loss_type == "sft_loss":
+        raise RunError(f"run {keys.run!r} has not trained a round {rollout_id} with rewards: choose another round")
+    samples, trained = read_table(store, rollout), read_trained_tokens(store, step)
+    about = {"run": keys.run, "round": rollout_id, "code_version": step.code_version, "steps": step.state["steps"]}
+    about["reward"] = config.rollout.model_dump(include={"rm_type", "custom_rm_path", "reward_key"})
+    about["fingerprint"] = step.state["fingerprint"]
+    return StoredRound(samples, samples if trained is None else trained, config.train, about)
+
+
+def texts_of(stored: StoredRound, result: Recomputed, index: int) -> dict[str, str]:
+    """Return the values of STEPS for sample `index`: name -> text."""
+    experience, trajectories = result.experience, stored.batch.trajectory_index
+    mine = experience.sample_index == index
+    texts = {name: describe(values[mine]) for name, values in result.values.items()}
+    rewards = experience.rewards[experience.group_index == experience.group_index[index]]
+    reward, graded = experience.rewards[index], rewards[~rewards.isnan()]
+    others, spread = (graded.sum() - reward) / (len(graded) - 1), graded.std(correction=min(1, len(graded) - 1))
+    texts |= {"reward": describe(reward), "group": ", ".join(f"{value:.6g}" for value in rewards.tolist())}
+    texts["baseline"] = f"{graded.mean():.6g}, {others:.6g}; {spread:.6g}"
+    if mine.any():
+        step, of_tokens = int(result.values["step"][mine][0]), trajectories[experience.sample_index]
+        in_step, in_trajectory = (result.values["step"] == step).numpy(), of_tokens == trajectories[index]
+        texts["denominator"] = (
+            f"{in_trajectory.sum()} trained tokens in its trajectory, {in_step.sum()} in step {step}, which has "
+            f"{len(set(of_tokens[in_step]))} trajectories"
+        )
+        if result.step_losses:
+            texts["sum"] = f"{float(result.values['share'][mine].sum()):.9g} of {result.step_losses[step]:.9g}"
+    return texts
+
+
+def print_explanation(stored: StoredRound, result: Recomputed, index: int, limit: int) -> None:
+    """Print the arithmetic of sample `index`, and at most `limit` of its trained tokens."""
+    config, sample = stored.config, from_table(stored.samples.slice(index, 1))[0]
+    print(f"sample {sample.sample_id}, group {sample.group_id}: {describe_sample(sample)}")
+    texts = texts_of(stored, result, index)
+    options = config.model_dump() | {"policy_loss": config.policy_loss_name} | stored.about.get("reward", {})
+    options |= (options["opd"] or {}) | (options["opsm"] or {})
+    options = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    rows = []
+    for title, name, names in STEPS:
+        decided = (f"{flag_of_field(each)} {options[each]}" for each in names.split() if options.get(each) is not None)
+        rows.append([escape(cell) for cell in (title, texts.get(name, "-"), " ".join(decided))])
+    print_table(("step", "this sample", "decided by"), rows)
+    mine = result.experience.sample_index == index
+    columns = {name: result.values[name][mine] for name in OF_TOKENS.split() if name in result.values}
+    positions = (stored.batch.trained_positions[mine.numpy()] - stored.batch.offsets[index])[:limit]
+    tokens = [
+        [str(position), str(sample.token_ids[position]), *(f"{values[i]:.6g}" for values in columns.values())]
+        for i, position in enumerate(positions)
+    ]
+    print(f"{len(tokens)} of {int(mine.sum())} trained tokens (--limit):")
+    print_table(("position", "token", *columns), tokens, numeric=True)
+
+
+def print_agreement(stored: StoredRound, result: Recomputed) -> bool:
+    """Print the recomputed numbers of a round beside the trainer's. Return False if one differs by over TOLERANCE."""
+    pairs = [("loss", loss, float(step["train/loss"])) for loss, step in zip(result.step_losses, stored.about["steps"])]
+    own, trained = result.values.get("whitened"), result.values.get("advantages")
+    if own is not None and trained is not None and len(own) and not stored.config.rollout_data_postprocess_path:
+        worst = int((own - trained).abs().argmax())
+        pairs.append(("the advantage that differs most", float(own[worst]), float(trained[worst])))
+    print(f"round {stored.about['round']} of run {stored.about['run']}, recomputed and the trainer's:")
+    agrees = [math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (a != a and b != b) for _, a, b in pairs]
+    for (name, a, b), is_equal in zip(pairs, agrees):
+        print(f"  {name}: {a:.9g}, {b:.9g}{'' if is_equal else ', DIFFERS'}")
+    print(f"  {result.problem or 'all optimizer steps are recomputed'}")
+    return all(agrees)
+
+
+def describe(values: Tensor) -> str:
+    """Format one number if all `values` are equal, else their range and mean."""
+    if values.numel() == 0:
+        return "no trained token"
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.6g}" if not low < high else f"{low:.6g} to {high:.6g}, mean {float(values.double().mean()):.6g}"

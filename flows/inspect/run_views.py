@@ -144,7 +144,9 @@ def print_run(store: Store, keys: RunKeys) -> None:
     resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
     parent = record.parent
     rows: dict[str, str | Curve] = {
-        "run": f"{keys.run}  ({record.flow})" + (f", a fork of {parent.run} at {parent.at}" if parent else ""),
+        "run": f"{keys.run}  ({record.flow})"
+        + (f", a fork of {parent.run} at {parent.at}" if parent else "")
+        + (f", with its rollouts up to round {parent.reused_rounds[-1]}" if parent and parent.num_reused else ""),
         "store": store.uri,
         "model": model_title(record.config["convert"]["hf_checkpoint"]),
         "state": f"{num_done} of {num_rounds} rounds, {state}{resume}",

@@ -24,16 +24,17 @@ from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_st
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record, unknown_run_error
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, seconds_by_stage
-from penstock.flows.terminal.panel import Activity, Panel
+from penstock.flows.terminal.panel import Activity, Panel, end_wait, show_wait
 from penstock.storage.commit import Commit, RunKeys, is_run_name
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.history.run_status import STATUS_SECONDS, RunState, RunStatus, read_run_status, run_state
+from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.report.live import LiveRun
 from penstock.storage.report.page import SHARED_SCRIPTS, UPLOT, read_asset
 from penstock.storage.secrets import write_private
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 from penstock.storage.web.login import service_directory
 from penstock.storage.web.page_server import Content, PageServer, json_content
 
@@ -41,13 +42,14 @@ USAGE = """penstock watch [RUN] [--port N] [--terminal] [--store URI ...]
 
   Shows a run while it runs, in a browser: what happens now, rewards and evaluations, the last rounds of engines and
   trainer, speed, GPUs, the newest samples token by token, warnings. Reads only the store, so the run may be on another
-  machine. Without RUN, all runs that `penstock runs` lists. Serves pages on 127.0.0.1 until Ctrl-C; the printed link
-  has a token, without which the pages cannot be read.
+  machine; waits up to a minute for a run that was just started. Without RUN, all runs that `penstock runs` lists.
+  Serves pages on 127.0.0.1 until Ctrl-C; the printed link has a token, without which the pages cannot be read.
 
   --port       the port (default: any free one)
   --terminal   show the panel of RUN in this terminal instead, until the run ends"""
 
 LIST_SECONDS = 5.0  # between two readings of the list of runs
+NEW_RUN_SECONDS, POLL_SECONDS = 60.0, 1.0  # how long to wait for a run that does not exist yet; between two readings
 _ASSETS = {
     "": ("text/html; charset=utf-8", "watch.html"),
     **{
@@ -68,14 +70,13 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one")
     if "--terminal" in own and not run:
         raise OptionError("penstock watch --terminal shows one run: give its name")
-    stores = find_nearby_stores() if names_no_store(rest) and not run else []
-    config = parse_store_options(with_store_of_run(rest, run) if run else rest, "watch")
-    configs = [config.model_copy(update={"store": path}) for path in stores] or [config]
-    opened = [open_store(each, probe=False) for each in configs]
     if run:
-        if not is_run_name(run):
-            raise unknown_run_error(opened[0], run)
-        read_existing_record(opened[0], RunKeys(run))
+        opened = [store_with_run(rest, run)]
+    else:
+        config = parse_store_options(rest, "watch")
+        stores = find_nearby_stores() if names_no_store(rest) else []
+        configs = [config.model_copy(update={"store": path}) for path in stores] or [config]
+        opened = [open_store(each, probe=False) for each in configs]
     if "--terminal" in own:
         return watch_in_terminal(opened[0], RunKeys(run))
     try:
@@ -92,6 +93,28 @@ def main(argv: list[str]) -> int:
             print(f"the link is in the file {path}", flush=True)
         signal.pause()
     return 0
+
+
+def store_with_run(argv: list[str], run: str) -> Store:
+    """Return the store that has a run, by the store options `argv`. A run that was just started writes its record after
+    some seconds, so wait up to a minute for it. Raises RunError if the run does not exist."""
+
+    def open_it() -> Store:
+        return open_store(parse_store_options(with_store_of_run(argv, run), "watch"), probe=False)
+
+    store, keys, deadline = open_it(), RunKeys(run), time.monotonic() + NEW_RUN_SECONDS
+    if not is_run_name(run):
+        raise unknown_run_error(store, run)
+    try:
+        if not store.exists(keys.record) and not is_removed(store, keys) and not committed_prefixes(store, keys):
+            show_wait(f"waiting up to {NEW_RUN_SECONDS:.0f} s for run {run}, which store {store.uri} does not have yet")
+            while not store.exists(keys.record) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                store = open_it()
+    finally:
+        end_wait()
+    read_existing_record(store, keys)
+    return store
 
 
 @contextmanager

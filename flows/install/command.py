@@ -255,18 +255,19 @@ def run_step(step: Step, log: Path) -> None:
 
 
 def run_pip(arguments: Sequence[str], log: Path) -> None:
-    """Run `pip install` with `arguments`. Append its output to `log`, and print the last line of the log every
-    REPORT_INTERVAL seconds."""
+    """Run `pip install` with `arguments`. Append its output to `log`, and print every REPORT_INTERVAL seconds what it
+    does and for how long."""
     command = [sys.executable, "-m", "pip", "install", *arguments]
     with log.open("ab") as out:
-        start = out.tell()
+        start, began = out.tell(), time.monotonic()
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**PIP_SETTINGS, **os.environ})
     try:
         while process.poll() is None:
             try:
                 process.wait(REPORT_INTERVAL)
             except subprocess.TimeoutExpired:
-                print(f"\n    {_printed_lines(log, start)[-1][:100]} ...", end="", flush=True)
+                progress = describe_progress(_printed_lines(log, start))
+                print(f"\n    {progress}, {time.monotonic() - began:.0f} s ...", end="", flush=True)
     except BaseException:  # Ctrl-C: stop pip, too
         process.terminate()
         process.wait()
@@ -276,6 +277,19 @@ def run_pip(arguments: Sequence[str], log: Path) -> None:
         lines = _printed_lines(log, start)
         reason = ([line for line in lines if line.lower().startswith("error")] or lines)[-1][:160]
         raise InstallError(f"pip failed: {reason}; see its log {log}. Finished downloads are kept: repeat the command")
+
+
+def describe_progress(lines: Sequence[str]) -> str:
+    """Return what pip does, from the lines of its log. The last line is often of no use: pip writes nothing while it
+    installs files, for minutes."""
+    for line in reversed(lines):
+        if line.startswith("Installing collected packages: "):
+            return f"installing {line.count(',') + 1} packages"
+        if line.startswith("WARNING: ") and re.search("[Rr]etrying|resume", line):
+            return line.removeprefix("WARNING: ")[:100]
+        if line.startswith(("Collecting ", "Downloading ", "Using cached ", "Processing ", "Building ")):
+            return line[0].lower() + line[1:100]
+    return "pip is starting"
 
 
 def _printed_lines(log: Path, start: int) -> list[str]:

@@ -17,7 +17,6 @@ from penstock.storage.errors import OptionError
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.options import EngineOptions
-    from penstock.engines.serving.adapter_requests import AdapterNames
     from penstock.stages.train.config import TrainConfig
     from penstock.storage.history.run_record import ParentRecord
 
@@ -105,13 +104,13 @@ def _adapters_error(reason: str) -> OptionError:
 
 
 def adapter_of_version(
-    version: str, names: AdapterNames, train: TrainConfig, shape: ModelShape, model_path: str, *, compare: bool = False
+    version: str, suffix: str, train: TrainConfig, shape: ModelShape, model_path: str, *, compare: bool = False
 ) -> PublishedAdapter:
     """Return what an engine must know to load the adapter of a policy version, except the matrices.
 
     Args:
         version: the policy version, `<run>/<number>`.
-        names: gives the adapter the name under which engines serve it.
+        suffix: appended to the version in the name under which engines serve the adapter (`adapter_suffix`).
         train: options of the trainer, which must train adapters.
         shape: shape of the model.
         model_path: Hugging Face directory of the model.
@@ -119,7 +118,7 @@ def adapter_of_version(
     """
     assert train.lora is not None, "the run trains all weights"
     num_tensors = len(served_tensors(train.lora, shape))
-    return PublishedAdapter(names.name(version), served_config(train.lora, shape, model_path), num_tensors, compare)
+    return PublishedAdapter(version + suffix, served_config(train.lora, shape, model_path), num_tensors, compare)
 
 
 def fully_trained_ancestor(parent: ParentRecord | None) -> str | None:

@@ -1,12 +1,16 @@
-"""Options that have an effect only together with another option, and warnings if they are given without it."""
+"""Options that have an effect only together with another option, and warnings if they are given without it; checks of
+the rewards that an advantage estimator needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.flows.config import SECTIONS, PostTrainConfig
 from penstock.flows.options.argv import flag_of_field
+from penstock.stages.rewards.outcome import Outcome
+from penstock.storage.errors import OptionError
+from penstock.storage.samples.sample import OVERLONG_PENALTY
 
 
 class Partner(NamedTuple):
@@ -44,6 +48,12 @@ PARTNERS = (
         "gamma",
         "--advantage-estimator ppo or reinforce_plus_plus",
         _estimator("ppo", "reinforce_plus_plus"),
+    ),
+    Partner(
+        "train",
+        "disable_grpo_std_normalization",
+        "--advantage-estimator grpo, gspo, cispo or gdpo",
+        _estimator("grpo", "gspo", "cispo", "gdpo"),
     ),
     Partner("train", "lambd", "--advantage-estimator ppo", _estimator("ppo")),
     Partner(
@@ -111,3 +121,39 @@ def options_without_partner(config: PostTrainConfig) -> Iterator[str]:
         if given and not row.has_partner(config):
             flags = ", ".join(map(flag_of_field, given))
             yield f"{flags} {'has' if len(given) == 1 else 'have'} no effect without {row.partner}"
+
+
+def check_rewards_of_estimator(config: PostTrainConfig, outcomes: Sequence[Outcome]) -> None:
+    """Check that a rollout gives the rewards that --advantage-estimator maxrl or gdpo needs, as far as the options and
+    `outcomes`, those of test samples, show it. Raises OptionError."""
+    train, rollout = config.train, config.rollout
+    graded = [outcome for outcome in outcomes if outcome.reward is not None]
+    of_user = train.custom_advantage_function_path or rollout.sets_train_rewards
+    lowest = min((outcome.reward or 0.0 for outcome in graded), default=0.0)
+    lowest -= rollout.overlong.overlong_penalty_factor if rollout.overlong else 0.0
+    is_maxrl = train.advantage_estimator == "maxrl" and not (of_user or train.disable_rewards_normalization)
+    if is_maxrl and lowest < 0:
+        raise OptionError(
+            f"a reward may be {lowest:g}, but --advantage-estimator maxrl divides by the mean reward of a prompt's "
+            "samples: use rewards of 0 or more without --overlong-buffer-len, or another estimator"
+        )
+    names = set(train.gdpo_reward_weights)
+    if names and rollout.sets_train_rewards:
+        raise OptionError(
+            "--advantage-estimator gdpo compares reward components, but a user-defined function sets one reward for "
+            "training: omit --custom-reward-post-process-path and --custom-convert-samples-to-train-data-path, or use "
+            "another estimator"
+        )
+    if names and rollout.overlong and OVERLONG_PENALTY not in names:
+        raise OptionError(
+            "--overlong-buffer-len has no effect with --advantage-estimator gdpo unless --gdpo-reward-weights names "
+            f"the penalty: add {OVERLONG_PENALTY}=1 to the weights, or omit --overlong-buffer-len"
+        )
+    given = set.intersection(*(set(outcome.rewards) for outcome in graded)) if graded else names - {OVERLONG_PENALTY}
+    given |= {OVERLONG_PENALTY} if rollout.overlong else set()
+    if missing := sorted(names - given):
+        raise OptionError(
+            f"--gdpo-reward-weights names {missing[0]!r}, but the components of the rewards are "
+            f"{', '.join(sorted(given)) or 'not given'}: name only keys of the dictionary that the reward function "
+            "returns"
+        )

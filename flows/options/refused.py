@@ -43,6 +43,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("batch-size", "train-batch-size", "num-prompts"), "--rollout-batch-size --global-batch-size"),
     **dict.fromkeys(("per-device-train-batch-size", "mini-batch-size", "ppo-mini-batch-size"), "--global-batch-size"),
     **dict.fromkeys(("epochs", "num-train-epochs", "total-epochs"), "--num-epoch"),
+    **dict.fromkeys(("num-iterations", "num-ppo-epochs"), "--ppo-epochs"),
     **dict.fromkeys(("steps", "max-steps", "total-training-steps", "rounds"), "--num-rollout"),
     **dict.fromkeys(("model", "model-path", "model-name-or-path"), "--hf-checkpoint"),
     **dict.fromkeys(("data", "dataset", "dataset-name", "train-data", "train-files"), "--prompt-data"),

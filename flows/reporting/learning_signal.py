@@ -37,7 +37,8 @@ class LearningSignal(Observer):
             return
         run, train, r = self.run, self.run.config.train, commit.index
         of_user = train.custom_advantage_function_path or run.config.rollout.sets_train_rewards
-        group_relative = train.compares_samples and not (of_user or train.disable_rewards_normalization or train.opd)
+        beyond_rewards = train.disable_rewards_normalization or train.opd or train.gdpo_reward_weights
+        group_relative = train.compares_samples and not (of_user or beyond_rewards)
         warnings = [zero_gradient_warning(run.store, run.keys, r, group_relative=group_relative)]
         if not (train.use_tis or train.use_rollout_logprobs):
             fp8 = bool(fp8_weights(run.config.convert.hf_checkpoint))

@@ -15,15 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.flows.options.argv import format_bytes
 from penstock.stages.convert.config import ConvertConfig
-from penstock.stages.convert.targets import import_converted_model, is_converted, megatron_directory
-from penstock.stages.convert.work import ProgressFile
-from penstock.storage.commit import CheckpointRef, Commit
+from penstock.stages.convert.targets import (
+    Origin,
+    export_identity,
+    import_converted_model,
+    is_converted,
+    megatron_directory,
+)
+from penstock.stages.convert.work import ProgressFile, copy_export
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.engines.cluster import Cluster
-    from penstock.stages.convert.to_hf import Origin
     from penstock.stages.convert.to_torch_dist import ConversionOptions
 
 ProgressCallback = Callable[[int, int], object]  # (bytes done, total bytes)
@@ -97,6 +103,22 @@ def existing_export(store: Store, checkpoint: Commit | str, config: ConvertConfi
     return work if isinstance(work, CheckpointRef) else None
 
 
+def copy_own_export(store: Store, checkpoint: Commit | str, config: ConvertConfig) -> CheckpointRef | None:
+    """Copy the export that the run of a checkpoint has made itself, if it is what `run_export` would write. Return None
+    if there is no such export."""
+    if not isinstance(checkpoint, Commit) or config.megatron_names:
+        return None
+    assert config.convert_save, "an export has no default directory"
+    run, version = checkpoint.run or "", checkpoint.policy_version
+    export = store.committed(RunKeys(run).export_prefix(version))
+    identity = export_identity(checkpoint, replace(export_origin(config), vocab_size=config.export_vocab_size))
+    if export is None or export.state.get("identity") != identity:
+        return None
+    size = format_bytes(sum(file.bytes for file in export.files))
+    line = f"copying the export of {run}, policy version {version}: {len(export.files)} files, {size}"
+    return copy_export(store, export, config.convert_save, identity, lambda: print(line, flush=True))
+
+
 def iteration_of_export(checkpoint: Commit | str, config: ConvertConfig) -> int | None:
     """Return the training iteration that a Megatron directory names (--megatron-iteration), or None."""
     return checkpoint.policy_version if config.megatron_iteration and isinstance(checkpoint, Commit) else None
@@ -119,8 +141,6 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
 def export_origin(config: ConvertConfig, *, keep_mtp: bool = False) -> Origin:
     """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family).
     `keep_mtp` exports the MTP layers even without `--mtp keep`."""
-    from penstock.stages.convert.to_hf import Origin
-
     directory = Path(config.hf_checkpoint)
     mtp = "keep" if keep_mtp else config.mtp
     return Origin(directory, config.export_dtype, mtp=mtp, family_path=config.model_family_path)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.runtime import environment
-from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, WaitReminder, can_redraw
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
     MAX_COLUMNS,
@@ -74,6 +74,8 @@ class Display:
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has made progress
         self.panel = Panel(run, flow, self.num_rounds)
         self._region: LiveRegion | None = None
+        self._reminder: WaitReminder | None = None  # without a region, until the first round is done
+        self._wait: tuple[str, float] | None = None  # the wait that was printed last and its time, until it ends
         data = config.rollout.prompt_data
         header = {
             "watch": pages.get("watch", ""),  # first: a link that works from now on
@@ -89,6 +91,8 @@ class Display:
         if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():
             self._region = LiveRegion(self.console, self.panel.render)
             self._region.start()
+        else:
+            self._reminder = WaitReminder(self._current_wait, self._print_note)
 
     # ---- during the run ----------------------------------------------------------------------------------------------
 
@@ -99,7 +103,8 @@ class Display:
             if commit.kind == "rollout":
                 step = steps.get(commit.index)
                 if step is None and not self._without_steps:  # this start trains it: the line of the round shows both
-                    self._rollouts[commit.index] = commit
+                    is_own = commit.writer in ("", self.run)  # else a parent has spent the seconds
+                    self._rollouts[commit.index] = commit if is_own else commit.model_copy(update={"seconds": {}})
                 self._round_lines.add({**commit.summary, **(step.summary if step else {})})
             self.panel.add_to_curves(commit)
         self.panel.num_done = max((commit.policy_version for commit in steps.values()), default=0)
@@ -112,7 +117,7 @@ class Display:
     def forward(self, text: str) -> None:
         """Print a message that does not count as progress of a stage, secrets redacted."""
         self.panel.messages["info"].append((time.time(), redact(text)))
-        self._print(Text(redact(text) if self._json else f"· {redact(text)}", style="dim"))
+        self._print_note(redact(text))
 
     def warn(self, text: str) -> None:
         """Print a warning in bold red."""
@@ -142,15 +147,25 @@ class Display:
         shown = STAGES.get(name, name)
         title = shown if rollout_id is None else f"{shown}, round {rollout_id}"
         if name in _WAITS:
-            self.note_wait(_WAITS[name].format(model=self.model))
+            self.note_wait(_WAITS[name])
         with self.panel.activity(title, shown):
             yield
+            self._wait = None
 
     def note_wait(self, text: str) -> None:
         """Print what the run waits for, once, unless there is a panel, which shows it."""
         if self._region is None and text not in self._announced:
             self._announced.add(text)
             self.note(text)
+            self._wait = text, time.monotonic()
+
+    def _current_wait(self) -> tuple[str, float] | None:
+        """Return what the run waits for, and since when: the wait that was printed, else the newest activity."""
+        activity = next(reversed(list(self.panel.activities)), None)
+        if self._wait is not None or activity is None:
+            return self._wait
+        done = f" {activity.done:,}/{activity.total:,}" if activity.total else ""
+        return f"in {activity.title}{done}", activity.started_at
 
     @contextmanager
     def progress(self, title: str, stage: str) -> Iterator[ProgressCallback]:
@@ -160,6 +175,7 @@ class Display:
 
             def update(done: int, total: int) -> None:
                 self.on_progress()
+                self._wait = None  # for the engines
                 activity.done, activity.total = done, total
 
             yield update
@@ -183,6 +199,7 @@ class Display:
             spent = seconds_by_stage([c for c in (rollout, commit) if c], self.publish_seconds[-1:])
             self.panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             self.panel.finish_round(commit.index)
+            self._stop_reminder()
         else:
             line = Text(EVENT_LINES[commit.kind](commit))
         self._print(line)
@@ -217,6 +234,7 @@ class Display:
 
     def close(self) -> None:
         """Erase the panel. Safe to call twice."""
+        self._stop_reminder()
         if self._region is not None:
             self._region.stop()
             self._region = None
@@ -228,6 +246,13 @@ class Display:
         for title, value in rows.items():
             style = Style(link=value.split()[0]) if value.startswith(("http://", "https://")) else Style()
             self._print(Text.assemble((f"{title:<{width}}", "dim"), (value, style)))
+
+    def _print_note(self, text: str) -> None:
+        self._print(Text(text if self._json else f"· {text}", style="dim"))
+
+    def _stop_reminder(self) -> None:
+        if self._reminder is not None:
+            self._reminder.stop()
 
     def _print(self, text: Text, level: str = "info") -> None:
         if self._json:
@@ -241,7 +266,6 @@ class Display:
 
 _ENGINES = "waiting for the engines (they load the model)"
 _WAITS = {  # stage -> what its first start waits for
-    "convert": "converting {model}, unless the store has it",
     "evaluate_one": _ENGINES,
     "rollout": _ENGINES,
 }

@@ -19,7 +19,7 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.lora import WEIGHTS, LoraOptions, check_adapters, check_peft_directory
-from penstock.engines.megatron.train_backend import check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
@@ -37,7 +37,8 @@ from penstock.flows.gpu_plan import (
 )
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
-from penstock.flows.options.partners import options_without_partner
+from penstock.flows.options.partners import check_rewards_of_estimator, options_without_partner
+from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.debug_runs import check_rollout_files
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.resolve import resolve
@@ -173,6 +174,13 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
 def check_run_record(config: Plan, own_lease: str | None) -> None:
     """Check that this plan may start a new run, or continue the existing run of its name."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
+    bound = config.run.min_effective_sample_size
+    is_default = bound == RunConfig.model_fields["min_effective_sample_size"].default
+    if not (is_default or (config.parent and config.parent.num_reused)):
+        raise OptionError(
+            f"--min-effective-sample-size {bound:g} has no effect in a run that is not a fork with --reuse-rollouts: "
+            "omit it"
+        )
     try:
         check_run_may_start(store, config, own_lease=own_lease)
         if config.flow.has_rollouts:
@@ -409,6 +417,8 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
     tried = [try_reward(rollout, template) for rollout, template in zip(graded, templates)]
+    if flow.has_rollouts:
+        check_rewards_of_estimator(config, [outcome for _, outcome in tried[0]])
     if length_error is not None:
         raise length_error
     if warning := unused_template_warning(config, tokenizer, graded):

@@ -335,7 +335,7 @@ class Processes:
     def _read_counters(self, gpus: list[tuple[str, str]]) -> Counters:
         if not gpus or self._cluster is None or not self._cluster.alive():
             return {}
-        return read_counters(gpus, self._cluster.driver_node())
+        return read_counters(gpus, self._cluster.ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
         """Stop the router, the engines, the trainer and the run's own Ray cluster.

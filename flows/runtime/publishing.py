@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.engines.generation import WeightTransport, WeightUpload
-from penstock.engines.serving.adapter_requests import AdapterNames
+from penstock.engines.serving.adapter_requests import adapter_suffix
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
@@ -143,7 +143,7 @@ class PolicyPublisher:
         self.config = processes.run.config
         self.on_published = on_published
         record = processes.run.record
-        self._adapter_names = AdapterNames(
+        self._adapter_suffix = adapter_suffix(
             f"{processes.run.store.uri} {processes.run.keys.run} {record.created_at if record else None}"
         )
 
@@ -193,7 +193,7 @@ class PolicyPublisher:
         if processes.setup.options.adapters is not None:
             adapter = adapter_of_version(
                 processes.run.weight_version(version),
-                self._adapter_names,
+                self._adapter_suffix,
                 config.train,
                 processes.setup.shape,
                 config.convert.hf_checkpoint,

@@ -32,6 +32,7 @@ from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import device_counts
+from penstock.stages.train.reuse import Reuse
 from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.history.run_record import (
@@ -343,10 +344,7 @@ def config_history(store: Store, keys: RunKeys, record: RunRecord) -> list[tuple
 
 def config_of_round(record: RunRecord, rollout_id: int) -> PostTrainConfig:
     """Return the config that a round was trained with: the run's own or, before its fork point, that of an ancestor."""
-    config, parent = record.config, record.parent
-    while parent is not None and rollout_id < parent.at:
-        config, parent = parent.config, parent.parent
-    return validate_config(config)
+    return validate_config(record.config_of_round(rollout_id))
 
 
 def missing_fork_checkpoint(store: Store, record: RunRecord) -> tuple[int, PostTrainConfig] | None:
@@ -428,6 +426,16 @@ class ActiveRun:
         if not run.debug_train_only or self.config.debug.load_debug_rollout_data:
             return run.num_rollout
         return min(run.num_rollout, len(self.store.committed_indices(f"{self.keys.prefix}/rollouts")))
+
+    @property
+    def reuse(self) -> Reuse | None:
+        """Return the rounds that the run, a fork, trains on the rollouts of its parent, and the bound of their
+        effective sample size."""
+        parent = self.record.parent if self.record else None
+        if parent is None or not parent.num_reused:
+            return None
+        bound, per_token_loss = self.config.run.min_effective_sample_size, self.config.train.calculate_per_token_loss
+        return Reuse(RunKeys(parent.run), parent.reused_rounds, bound, per_token_loss)
 
     def num_trained_rounds(self) -> int:
         """Return the number of rounds whose training is committed."""

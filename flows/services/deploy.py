@@ -44,7 +44,7 @@ AUTOMATION = "penstock: flow runs without a sign of life are crashed"
 HEARTBEAT_TIMEOUT = timedelta(seconds=180)  # six heartbeats: more than an API outage of two minutes
 USAGE = """penstock deploy                       deploy all flows in prefect.yaml of this checkout
 penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--retries N] [--pool POOL]
-                [--config FILE.toml] [options]
+                [--config FILE.toml|RECIPE] [options]
 
   FLOW        train, sft, convert or evaluate, with the options of `penstock train`, sft, convert, eval
   --name      name of the deployment; an existing one of this name is replaced

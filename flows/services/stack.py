@@ -59,7 +59,8 @@ UP_FLAGS = ("--store", "--detach", "--prefect-port", "--mlflow-port")
 UP_USAGE = f"""penstock up [--store URI ...] [--detach] [--prefect-port N] [--mlflow-port N]
 
   Starts a Prefect server, a worker for deployments, and MLflow for each store, on this machine's loopback. Prints their
-  links, and ends them at Ctrl-C. If they run already, prints their links. Works from any directory.
+  links, and ends them at Ctrl-C. Each user of a machine has one set of them, not each directory: if yours run already,
+  from whichever directory, prints their links.
 
   --store         store whose MLflow database is shown; give it several times for several stores. Default: the store
                   around the working directory that was used last
@@ -69,8 +70,8 @@ UP_USAGE = f"""penstock up [--store URI ...] [--detach] [--prefect-port N] [--ml
 
 DOWN_USAGE = """penstock down
 
-  Ends the services that `penstock up` has started. Flow runs of its worker are ended within 15 seconds; their next
-  start resumes them. Other runs on this machine continue."""
+  Ends the services that `penstock up` has started for this user, from whichever directory. Flow runs of its worker are
+  ended within 15 seconds; their next start resumes them. Other runs on this machine continue."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""The console of commands that print tables and colours with rich, and the region at the bottom of a terminal that is
-redrawn in place."""
+"""The console of commands that print tables and colours with rich, the region at the bottom of a terminal that is
+redrawn in place, and the lines that a log has instead of it."""
 
 from __future__ import annotations
 
 import atexit
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, Any
@@ -16,6 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.flows.terminal.escape import StreamProxy, escape_controls, unescaped
+from penstock.flows.terminal.lines import spell_duration
+
+REMINDER_SECONDS = 30.0
 
 
 class TerminalConsole(Console):
@@ -123,6 +128,44 @@ class LiveRegion(Live):
         """Print a text above the region."""
         with self._lock:  # two threads that print at the same time would both erase the region, and lines above it
             self.console.print(text, soft_wrap=True)
+
+
+class WaitReminder:
+    """Prints what a command waits for again every 30 s, until `stop`: `still converting tiny, 1 min 30 s`. Used where
+    nothing can be redrawn, in a pipe or a log.
+
+    Args:
+        current: returns what the command waits for, and since when by `clock`; None if it waits for nothing.
+        print_line: prints a line, in the reminder's own thread.
+        clock: a monotonic clock in seconds.
+        ended: the event that ends the thread.
+    """
+
+    def __init__(
+        self,
+        current: Callable[[], tuple[str, float] | None],
+        print_line: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+        ended: threading.Event | None = None,
+    ) -> None:
+        self._current, self._print_line, self._clock = current, print_line, clock
+        self._ended = ended or threading.Event()
+        self.thread = threading.Thread(target=self._remind, name="wait-reminder", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._ended.set()
+        self.thread.join()
+
+    def _remind(self) -> None:
+        since, due = float("-inf"), self._clock()
+        while not self._ended.wait(max(0.0, due - self._clock())):
+            text, begin = self._current() or ("", self._clock())
+            now = max(due, self._clock())
+            if text and begin == since:
+                self._print_line(f"still {text}, {spell_duration(now - since)}")
+            since, due = begin, begin + REMINDER_SECONDS * ((now - begin) // REMINDER_SECONDS + 1)
 
 
 class _LinesAbove(StreamProxy):

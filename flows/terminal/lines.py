@@ -41,6 +41,7 @@ COLUMNS = (
     Column("gap", ("train/train_rollout_logprob_abs_diff",), ".1e", 8),  # mean |log-prob trainer - engine|
     Column("len", ("rollout/response_len/mean",), ",.1f", 3),
     Column("stale", ("rollout/staleness/mean",), ".2f", 6),
+    Column("ess", ("reuse/ess_tokens",), ".3f", 4),
     Column("idle", ("perf/engine_idle_ratio",), ".0%", 10),
     Column("wait", ("perf/wait_time_ratio",), ".0%", 9),
     Column("queue", ("rollout/queue_depth",), ".0f", 12),
@@ -127,6 +128,12 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spell_duration(seconds: float) -> str:
+    """Format a duration with its units: `30 s`, `1 min 30 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def short_exponent(number: str) -> str:

@@ -17,7 +17,7 @@ from statistics import median
 from rich.style import Style
 from rich.text import Text
 
-from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, WaitReminder, can_redraw
 from penstock.flows.terminal.lines import format_duration, json_line, sparkline
 from penstock.storage.commit import Commit, eval_rewards
 
@@ -246,11 +246,12 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
 # ---- before a run has a display --------------------------------------------------------------------------------------
 
 _shown: list[tuple[Panel, LiveRegion]] = []  # the line of `show_wait`, if it is shown on a terminal
+_reminders: list[WaitReminder] = []  # that of the wait of `show_wait`, if it is not shown on a terminal
 
 
 def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
-    """Show what the command is waiting for: on a terminal in one line that `end_wait` erases, otherwise as a printed
-    line.
+    """Show what the command is waiting for, until `end_wait` or the next call: on a terminal in one line that
+    `end_wait` erases, otherwise as a printed line, which is repeated with the duration.
 
     Args:
         text: what the command is waiting for.
@@ -259,23 +260,32 @@ def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_termin
         only_on_terminal: print nothing if the output is not a terminal.
     """
     console = TerminalConsole(file=sys.stdout, highlight=False)
-    if only_on_terminal and (as_json or not can_redraw(console)):
-        return
-    if as_json:
-        print(json_line("info", run, text), flush=True)
-    elif _shown:
+    redraws = can_redraw(console) and not as_json
+
+    def print_line(line: str) -> None:
+        if as_json:
+            print(json_line("info", run, line), file=console.file, flush=True)
+        else:
+            console.print(Text(f"· {line}", style="dim"), soft_wrap=True)
+
+    if redraws and _shown:
         _shown[0][0].phase = text
-    elif not can_redraw(console):
-        console.print(Text(f"· {text}", style="dim"), soft_wrap=True)
-    else:
+    elif redraws:
         panel = Panel(run, "", 0)
         panel.phase = text
         region = LiveRegion(console, lambda width, height: [panel.phase_row("starting")])
         _shown.append((panel, region))
         region.start()
+    elif not only_on_terminal:
+        end_wait()
+        print_line(text)
+        since = time.monotonic()
+        _reminders.append(WaitReminder(lambda: (text, since), print_line))
 
 
 def end_wait() -> None:
-    """Erase the line of `show_wait`. Safe to call twice."""
+    """End the wait of `show_wait` and erase its line. Safe to call twice."""
     while _shown:
         _shown.pop()[1].stop()
+    while _reminders:
+        _reminders.pop().stop()

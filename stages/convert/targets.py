@@ -14,13 +14,17 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
+from penstock.engines.families import read_shape
+from penstock.engines.families.family import source_hash
+from penstock.engines.families.shape import ModelShape
 from penstock.engines.weights.hf_headers import read_header, weight_files
+from penstock.stages.convert.config import ExportDtype, Mtp
 from penstock.storage import disk
 from penstock.storage.commit import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.disk import hash_file, map_in_threads, read_file
@@ -38,6 +42,8 @@ ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
 NAMED_TEMPLATES = "additional_chat_templates"  # directory of chat templates that are chosen by name
 DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # copied with a model
 NUM_HASH_THREADS = 4
+EXPORT_FORMAT = 2  # format version of unfinished exports; unfinished exports of another version are not resumed
+SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file of an export
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -182,7 +188,7 @@ def origin_of_copy(directory: Path) -> dict[str, str]:
     record = read_record(*open_parent_store(str(directory)))
     if record is None or record.kind != "export":
         return {}
-    attempt = attempt_in_path(record.state.get("identity", "")) or attempt_in_path(record.inputs.get("checkpoint", ""))
+    attempt = attempt_in_path(record.inputs.get("export") or record.inputs.get("checkpoint", ""))
     return {"export": attempt} if attempt else {}
 
 
@@ -254,19 +260,6 @@ def is_published(uri: str, options: dict[str, Any] | None = None) -> bool:
     return read_record(*open_parent_store(uri, options)) is not None
 
 
-def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
-    """Copy a run's export, with verified hashes, to a directory or URI, which becomes visible when it is complete.
-    Return the existing copy if there is one."""
-    identity = str(export.attempt)
-    target = DirectoryTarget(uri, "hf", identity.replace("/", "-"), store.options)
-    if existing := target.find_published(identity):
-        return existing
-    check_free_space(target.store, sum(file.bytes for file in export.files))
-    with store.reading(export) as files, target.store.writing(target.attempt) as out:
-        shutil.copytree(files, out.path, dirs_exist_ok=True)
-    return target.publish(identity, export.model_copy(update={"attempt": target.attempt, "files": out.files}))
-
-
 class FingerprintMemo(Frozen):
     """Record of the fingerprint of source files, so that unchanged files need not be read again."""
 
@@ -285,15 +278,39 @@ def record_fingerprint(store: Store, stat_hash: str, fingerprint: str) -> None:
 
 def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool:
     """Return whether the store's `model` was converted from the files that are in `directory` now. False if this is
-    unknown without a conversion, because the directory has been written or copied since."""
+    unknown (`known_source`)."""
+    source = known_source(store, directory)
+    name = model.key.removesuffix(commit_key(""))
+    return source is not None and name.startswith(f"models/{source}") and store.committed(name) is not None
+
+
+def find_conversion(store: Store, directory: str, mtp: Mtp, family_path: str | None) -> CheckpointRef | None:
+    """Return the store's model that was converted from the files that are in `directory` now. None if there is none, or
+    if this is unknown (`known_source`)."""
+    identity = known_source(store, directory)
+    if identity is not None and not is_converted(directory):
+        identity = conversion_identity(identity, read_shape(directory, family_path), keeps_mtp=mtp == "keep")
+    return None if identity is None else StoreTarget(store, "").find_published(identity)
+
+
+def known_source(store: Store, directory: str) -> str | None:
+    """Return the name of the model that `penstock convert --save` wrote to a directory, or else the recorded
+    fingerprint of its Hugging Face files. None if it is unknown without a conversion, because the directory has been
+    written or copied since."""
     if is_converted(directory):
         record = read_record(*open_parent_store(directory))
-        source = record.state.get("identity") if record else None
-    else:
-        memo = store.read_record(FingerprintMemo, fingerprint_key(stat_hash(Path(directory))))
-        source = memo.fingerprint if memo else None
-    name = model.key.removesuffix(commit_key(""))
-    return bool(source) and name.startswith(f"models/{source}") and store.committed(name) is not None
+        return record.state.get("identity") if record else None
+    memo = store.read_record(FingerprintMemo, fingerprint_key(stat_hash(Path(directory))))
+    return memo.fingerprint if memo else None
+
+
+def conversion_identity(fingerprint: str, shape: ModelShape, keeps_mtp: bool, names: str = "local") -> str:
+    """Return the name of a conversion's result: the source's fingerprint, with suffixes for options that change the
+    result. `keeps_mtp`: the source has multi-token prediction layers, and the result keeps them."""
+    mtp = "-mtp" if keeps_mtp else ""
+    suffix = "" if names == "local" else f"-{names}"
+    family = f"-family-{source_hash(shape.family_path)}" if shape.family_path else ""
+    return fingerprint + mtp + suffix + family
 
 
 def import_converted_model(store: Store, directory: str) -> CheckpointRef:
@@ -317,6 +334,48 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     return target.publish(
         identity, Commit(**{**dict(record), "attempt": target.attempt, "files": out.files, "state": state})
     )
+
+
+# ---- exports ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a checkpoint belongs to, and the options of its export."""
+
+    directory: Path  # directory with config.json and tokenizer, which are copied into the export
+    dtype: ExportDtype | None = None  # dtype of exported weights; None: as in the checkpoint
+    vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
+    # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
+    mtp: Mtp = "skip"
+    family_path: str | None = field(default=None, repr=False)  # --model-family-path
+
+    def shape(self) -> ModelShape:
+        """Return the shape of the model, with the vocabulary size of the export."""
+        shape = read_shape(self.directory, self.family_path)
+        return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
+
+    def fingerprint(self) -> str:
+        """Return a string that changes whenever config, tokenizer or multi-token prediction tensors (`CARRIED`) in
+        `directory` change, or the source code of a user-defined model family."""
+        family_path = self.shape().family_path
+        return assets_hash(self.directory) + (f" {source_hash(family_path)}" if family_path else "")
+
+
+def checkpoint_fingerprint(checkpoint: Commit | str | Path) -> str:
+    """Return a string that changes whenever the files of a checkpoint change."""
+    if isinstance(checkpoint, Commit):
+        return str(checkpoint.attempt)
+    stats = [(path, path.stat()) for path in disk.files_in(Path(checkpoint))]
+    files = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+    return f"{Path(checkpoint).resolve()} {files}"
+
+
+def export_identity(checkpoint: Commit | str | Path, origin: Origin, shard_bytes: int = SHARD_BYTES) -> str:
+    """Return the name of an export's result: a hash of its checkpoint, origin, options and size of files."""
+    form = replace(origin, directory=Path())
+    content = f"{EXPORT_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
+    return xxhash.xxh3_64_hexdigest(content.encode())
 
 
 # ---- assets and hashes -----------------------------------------------------------------------------------------------

@@ -12,27 +12,23 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from penstock.engines.families import family_of, read_shape, tensor_layout
-from penstock.engines.families.family import source_hash
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families import family_of, tensor_layout
 from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
 from penstock.engines.megatron.checkpoints.writer import is_weight
 from penstock.engines.weights.fp8_blocks import QUANTIZATION, quantize, scale_shape, should_quantize
 from penstock.engines.weights.hf_headers import SCALE
-from penstock.stages.convert.config import ExportDtype, Mtp
 from penstock.stages.convert.exported_adapters import MergedWeights, StoredAdapters, adapter_options, base_commit
 from penstock.stages.convert.hf_checkpoint import (
     HFWeights,
@@ -47,15 +43,16 @@ from penstock.stages.convert.hf_checkpoint import (
 )
 from penstock.stages.convert.targets import (
     CARRIED,
+    SHARD_BYTES,
     DirectoryTarget,
-    assets_hash,
+    Origin,
     check_free_space,
     copy_assets,
+    export_identity,
     full_disk_as_store_error,
 )
 from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
-from penstock.storage import disk
 from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError
@@ -66,7 +63,6 @@ if TYPE_CHECKING:
     from penstock.engines.training import GatheredWeights
 
 
-SHARD_BYTES = 5_000_000_000
 NUM_THREADS = 4  # threads that read a checkpoint; each holds up to three copies of a parameter
 # Names of the routers' correction bias, in Megatron and in Hugging Face's multi-token prediction layers. It is exported
 # in its own dtype, because rounding it to bf16 would change which experts are selected.
@@ -74,29 +70,6 @@ KEEPS_DTYPE = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
 
 
 ParameterSource = TorchDistWeights | MergedWeights  # reads full Megatron parameters one at a time
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The model that a checkpoint belongs to, and the options of its export."""
-
-    directory: Path  # directory with config.json and tokenizer, which are copied into the export
-    dtype: ExportDtype | None = None  # dtype of exported weights; None: as in the checkpoint
-    vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
-    # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
-    mtp: Mtp = "skip"
-    family_path: str | None = field(default=None, repr=False)  # --model-family-path
-
-    def shape(self) -> ModelShape:
-        """Return the shape of the model, with the vocabulary size of the export."""
-        shape = read_shape(self.directory, self.family_path)
-        return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
-
-    def fingerprint(self) -> str:
-        """Return a string that changes whenever config, tokenizer or multi-token prediction tensors (`CARRIED`) in
-        `directory` change, or the source code of a user-defined model family."""
-        family_path = self.shape().family_path
-        return assets_hash(self.directory) + (f" {source_hash(family_path)}" if family_path else "")
 
 
 @dataclass(frozen=True)
@@ -273,8 +246,6 @@ def _open_carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | N
 
 # ---- export ----------------------------------------------------------------------------------------------------------
 
-FORMAT = 2  # format version of unfinished exports; unfinished exports of another version are not resumed
-
 
 def export_hf(
     store: Store,
@@ -322,6 +293,7 @@ def export_hf(
             config_hash=checkpoint.config_hash if isinstance(checkpoint, Commit) else "",
             seconds={"export": time.monotonic() - start},
             summary={"export/num_bytes": plan.num_bytes},
+            state={"identity": export_identity(checkpoint, origin, shard_bytes)},
         ),
     )
 
@@ -381,9 +353,7 @@ def prepare_export(
 ) -> HFExport | CheckpointRef:
     """Return the existing result; if there is none, plan the export and check the free space. Arguments as in
     `export_to`."""
-    form = replace(origin, directory=Path())
-    content = f"{FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
-    identity = xxhash.xxh3_64_hexdigest(content.encode())
+    identity = export_identity(checkpoint, origin, shard_bytes)
     target = DirectoryTarget(save, "hf", identity, store.options)
     if existing := target.find_published(identity):
         return existing
@@ -427,15 +397,6 @@ def finish_export(work: HFExport) -> CheckpointRef:
         ref = work.target.publish(work.identity, commit)
         items.delete_records()
         return ref
-
-
-def checkpoint_fingerprint(checkpoint: Commit | str) -> str:
-    """Return a string that changes whenever the files of a checkpoint change."""
-    if isinstance(checkpoint, Commit):
-        return str(checkpoint.attempt)
-    stats = [(path, path.stat()) for path in disk.files_in(Path(checkpoint))]
-    files = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
-    return f"{Path(checkpoint).resolve()} {files}"
 
 
 @contextmanager

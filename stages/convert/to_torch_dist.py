@@ -40,10 +40,13 @@ from penstock.stages.convert.targets import (
     CARRIED,
     DirectoryTarget,
     FingerprintMemo,
+    Origin,
     StoreTarget,
     Target,
     assets_hash,
     check_free_space,
+    checkpoint_fingerprint,
+    conversion_identity,
     copy_assets,
     fingerprint_key,
     header_hash,
@@ -53,7 +56,7 @@ from penstock.stages.convert.targets import (
     record_fingerprint,
     stat_hash,
 )
-from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
+from penstock.stages.convert.to_hf import checkpoint_files
 from penstock.stages.convert.torch_dist_files import (
     UNIT_BYTES,
     Slice,
@@ -160,7 +163,8 @@ def prepare_conversion(
         if options.save:
             target = DirectoryTarget(options.save, "torch_dist", name, store.options)
         fingerprint = _known_fingerprint(store, target, hf_dir, stat)
-        known = fingerprint and _identity(fingerprint, shape, bool(untrained), options)
+        keeps_mtp = bool(untrained) and options.mtp == "keep"
+        known = fingerprint and conversion_identity(fingerprint, shape, keeps_mtp, options.names)
         if known and (existing := target.find_published(known)):
             return existing
         weights.read_ahead()
@@ -172,14 +176,6 @@ def prepare_conversion(
         untrained_bytes = sum(weights.info[name].num_bytes for name in untrained)
     check_free_space(target.store, items.num_bytes_left())
     return Conversion(hf_dir, shape, checkpoint, target, items, options, stat, fingerprint, untrained, untrained_bytes)
-
-
-def _identity(fingerprint: str, shape: ModelShape, has_untrained: bool, options: ConversionOptions) -> str:
-    """Return the name of the result: the source's fingerprint, with suffixes for options that change the result."""
-    mtp = "-mtp" if has_untrained and options.mtp == "keep" else ""
-    names = "" if options.names == "local" else f"-{options.names}"
-    family = f"-family-{source_hash(shape.family_path)}" if shape.family_path else ""
-    return fingerprint + mtp + names + family
 
 
 def _known_fingerprint(store: Store, target: Target, hf_dir: Path, stat: str) -> str | None:
@@ -278,7 +274,7 @@ def finish_conversion(
     )
     if verify or check_logits:
         commit = _check_result(work, commit, verify, check_logits, on_progress)
-    identity = _identity(source_fingerprint, work.shape, bool(work.untrained), work.options)
+    identity = conversion_identity(source_fingerprint, work.shape, bool(carried), work.options.names)
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
         record_fingerprint(work.target.store, work.stat_hash, source_fingerprint)

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, ShardSlice
 from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
-from penstock.engines.megatron.checkpoints.writer import ArchiveFile, disable_crc
+from penstock.engines.megatron.checkpoints.writer import ArchiveFile
 from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo
 from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
@@ -426,7 +426,6 @@ def write_unit(
     spans: list[tuple[int, int]] = []
 
     def write(directory: Path) -> dict[str, str]:
-        disable_crc()
         with open(directory / unit.file, "wb") as file:
             out = ArchiveFile(file, on_bytes)
             for piece in unit.slices:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.stages.convert.targets import Target, full_disk_as_store_error
+from penstock.stages.convert.targets import DirectoryTarget, Target, check_free_space, full_disk_as_store_error
 from penstock.storage import disk, leases
-from penstock.storage.commit import FileRecord, Frozen
+from penstock.storage.commit import CheckpointRef, Commit, FileRecord, Frozen
 from penstock.storage.disk import hash_file
+from penstock.storage.store import Store
 
 OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes
 NUM_THREADS = 4  # per process; one thread can read while another waits for the disk
@@ -194,3 +195,40 @@ def write_files(target: Target, write: Callable[[Path], dict[str, str] | None]) 
         )
         for name in names
     ]
+
+
+def copy_export(
+    store: Store, export: Commit, uri: str, identity: str | None = None, on_start: Callable[[], object] = lambda: None
+) -> CheckpointRef:
+    """Copy a run's export, with verified hashes, to a directory or URI, which becomes visible when it is complete.
+    Return the existing result if there is one.
+
+    Args:
+        identity: name of the result; None: the key of the export's files.
+        on_start: called before a copy, not if the result exists.
+    """
+    identity = identity or str(export.attempt)
+    target = DirectoryTarget(uri, "hf", identity.replace("/", "-"), store.options)
+    if existing := target.find_published(identity):
+        return existing
+    check_free_space(target.store, sum(file.bytes for file in export.files))
+    on_start()
+    records = {file.path.removeprefix(f"{export.attempt}/"): file for file in export.files}
+    started = f"{target.records_prefix}/copy.json"
+    target.store.create(started, b"{}")  # the files in an object store are then known as those of an unfinished copy
+
+    def write(out: Path) -> dict[str, str]:
+        for name in records:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, out / name)
+        disk.verify_files([(out / name, record) for name, record in records.items()])
+        return {name: record.xxh3 for name, record in records.items()}
+
+    with full_disk_as_store_error(target.store), store.reading(export) as source:
+        files = write_files(target, write)
+    changes = {"attempt": target.attempt, "files": files, "created_at": time.time()}
+    changes |= {"inputs": {**export.inputs, "export": str(export.attempt)}}
+    ref = target.publish(identity, export.model_copy(update=changes))
+    WorkItems(target, []).delete_records()
+    target.store.delete([started])
+    return ref

@@ -9,7 +9,10 @@ from typing import Any
 
 from penstock.stages.rewards.hub import RewardSettings, builtin_reward_name, get_builtin_reward
 from penstock.storage.errors import RewardError
-from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status
+from penstock.storage.samples.sample import OVERLONG_PENALTY, TRAIN_REWARD, Sample, Status
+
+# reward component -> option that sets it
+RESERVED = {TRAIN_REWARD: "--custom-reward-post-process-path", OVERLONG_PENALTY: "--overlong-buffer-len"}
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,12 @@ def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcom
                 request_error=f"the reward of {reward_name} is a dictionary with the keys {keys}, but one number is "
                 f"needed: select one key with --reward-key (now {reward_key})"
             )
-        if TRAIN_REWARD in value:
-            return Outcome(
-                request_error=f"the reward of {reward_name} has the key {TRAIN_REWARD!r}, which is reserved for "
-                "--custom-reward-post-process-path: rename it"
-            )
+        for key, flag in RESERVED.items():
+            if key in value:
+                return Outcome(
+                    request_error=f"the reward of {reward_name} has the key {key!r}, which is reserved for {flag}: "
+                    "rename it"
+                )
         rewards = {str(key): number for key, part in value.items() if (number := _to_float(part)) is not None}
         value = value[reward_key]
     reward = _to_float(value)
@@ -121,3 +125,16 @@ def _safe_repr(value: Any) -> str:
         return f"{value!r:.100} ({type(value).__name__})"
     except Exception as error:
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+def penalize_overlong(sample: Sample, max_length: int, buffer: int, factor: float) -> None:
+    """Add DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13) to the reward of a sample, and record it as the
+    component OVERLONG_PENALTY of its rewards.
+
+    It is 0 for a response of up to `max_length` - `buffer` tokens, falls linearly to -`factor` at `max_length` tokens,
+    and stays there. A sample without a reward does not change, nor one that has the component.
+    """
+    if sample.reward is not None and OVERLONG_PENALTY not in sample.rewards:
+        num_excess = min(max(sample.response_length - (max_length - buffer), 0), buffer)
+        penalty = -num_excess / buffer * factor
+        sample.reward, sample.rewards = sample.reward + penalty, {**sample.rewards, OVERLONG_PENALTY: penalty}

@@ -182,6 +182,17 @@ class GenerationConfig(PromptConfig):
         return params | self.rollout_sampling
 
 
+class OverlongConfig(StageConfig):
+    """Overlong penalty of DAPO: lower the rewards of responses that come close to --rollout-max-response-len."""
+
+    overlong_buffer_len: int = option(ge=1)
+    """Number of tokens before --rollout-max-response-len in which the penalty grows from 0 to its maximum. It is added
+    to the rewards of training, not to those of evaluations, and recorded as their component `overlong_penalty`."""
+
+    overlong_penalty_factor: float = option(1.0, gt=0)
+    """Maximum of the penalty: a response of --rollout-max-response-len tokens gets its reward minus this number."""
+
+
 class RolloutConfig(GenerationConfig):
     """All options of a rollout: prompts, sampling, selection of groups, rewards and placement of the engines."""
 
@@ -300,6 +311,8 @@ class RolloutConfig(GenerationConfig):
 
     reward_key: str | None = option(None)
     """If the reward function returns a dictionary: the key of the value to use as the reward (dapo: score or acc)."""
+
+    overlong: OverlongConfig | None = option(None)
 
     reward_timeout: float = option(30.0, mutability="placement", gt=0)
     """Seconds that grading one sample may take; a sample that takes longer gets the status failed. If one call grades
@@ -457,6 +470,12 @@ class RolloutConfig(GenerationConfig):
             self.rm_type and self.custom_rm_path,
             f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: remove "
             "--rm-type to grade with the user-defined reward, or --custom-rm-path to grade with the built-in one",
+        )
+        buffer = self.overlong.overlong_buffer_len if self.overlong else 0
+        yield (
+            buffer > self.rollout_max_response_len,
+            f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {self.rollout_max_response_len}, so "
+            "every response would get a penalty: lower --overlong-buffer-len",
         )
         yield (
             self.rollout_top_k == 0,

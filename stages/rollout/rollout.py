@@ -31,8 +31,9 @@ from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
-from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
+from penstock.engines.local_gpus import ReadCounters, energy_metric
 from penstock.stages.rewards.grading import Grader
+from penstock.stages.rewards.outcome import penalize_overlong
 from penstock.stages.rollout.collect import (
     CollectedGroups,
     SampleProgress,
@@ -92,6 +93,7 @@ EVAL_OVERRIDES: dict[str, Any] = {
     "rollout_all_samples_process_path": None,
     "custom_reward_post_process_path": None,
     "custom_convert_samples_to_train_data_path": None,
+    "overlong": None,
 }
 
 
@@ -109,7 +111,7 @@ class RolloutContext:
     stop: StopRequest | None = None  # set on preemption: finished groups are then journaled for the next attempt
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
-    read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
+    read_counters: ReadCounters = dict  # reads the energy counters of the engines' GPUs
     serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
 
@@ -313,7 +315,8 @@ async def open_runner(
 def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: RolloutRound) -> tuple[list[Sample], int]:
     """Return the samples of the kept groups, and the number of tokens that are masked because they are more than
     `max_staleness` policy versions old. With `mask_offpolicy_in_partial_rollout`, all tokens that earlier policies
-    generated are masked, too; the number does not count them. Raises RuntimeError if all samples have failed."""
+    generated are masked, too; the number does not count them. With `overlong`, the rewards of long responses are
+    lowered first. Raises RuntimeError if all samples have failed."""
     samples = [sample for group in groups for sample in group]
     failures = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failures) == len(samples):
@@ -323,6 +326,9 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: Roll
         )
     num_stale, bound = 0, round.rollout_id - round.max_staleness if round.max_staleness else 0
     for sample in samples:
+        if overlong := config.overlong:
+            length, factor = overlong.overlong_buffer_len, overlong.overlong_penalty_factor
+            penalize_overlong(sample, config.rollout_max_response_len, length, factor)
         num_stale += sum(number for version, number in policy_spans(sample) if version < bound)
         newest = sample.policy_versions[1] if config.mask_offpolicy_in_partial_rollout else 0
         mask_stale_tokens(sample, max(bound, newest))

@@ -235,11 +235,11 @@ class TrainActor:
                 assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
-        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
-        log-prob and advantage of every trained token under the store's key `attempt`, if it is given."""
+        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
+        what is stored of every trained token (`token_columns`) under the store's key `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
-        from penstock.storage.samples.shards import read_table, write_trained_tokens
+        from penstock.storage.samples.shards import encode_runs, read_table, write_trained_tokens
 
         assert self._state.clean and self._state.version == version, (
             f"asked to train policy {version}, but this rank holds {self._state}"
@@ -247,7 +247,9 @@ class TrainActor:
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
         table = read_table(self.store, rollout)
-        batch = Batch.from_table(table, needs_rewards=config.loss_type != "sft_loss")
+        batch = Batch.from_table(
+            table, needs_rewards=config.loss_type != "sft_loss", components=config.gdpo_reward_weights
+        )
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
         if config.reads_teacher_logprobs:
@@ -263,7 +265,7 @@ class TrainActor:
                 temperature=self.spec.temperature,
                 critic_only=critic_only,
                 trace=trace,
-                keep_logprobs=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
+                keep_tokens=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
             )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
@@ -272,14 +274,11 @@ class TrainActor:
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
         self.diagnostics.end_round(version, table, trained.batch, trained)
         files: list[FileRecord] = []
-        if attempt is not None and trained.logprobs is not None and self.rank == 0:
+        if attempt is not None and "trainer_logprobs" in trained.tokens and self.rank == 0:
             start = time.perf_counter()
-            logprobs, advantages = (
-                spread(values, trained.batch, batch).numpy()
-                for values in (trained.logprobs, trained.estimate.advantages.cpu())
-            )
+            columns = {name: spread(values, trained.batch, batch).numpy() for name, values in trained.tokens.items()}
             with self.store.writing(attempt) as out:
-                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, logprobs, advantages)
+                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, columns)
             files, seconds["write"] = out.files, time.perf_counter() - start
         return TrainResult(
             metrics=trained.metrics,
@@ -287,6 +286,7 @@ class TrainActor:
             seconds=seconds,
             digest=digest,
             fingerprint=self.fingerprint(),
+            sample_uses=encode_runs(trained.sample_uses),
             files=files,
             notes=self.diagnostics.take_notes(),
         )
@@ -330,13 +330,14 @@ class TrainActor:
         """
         from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
         from penstock.engines.network import node_address
-        from penstock.engines.serving.endpoints import set_api_keys
+        from penstock.engines.serving.endpoints import set_api_key
 
         own_version = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version.removeprefix(REFERENCE) == own_version, (
             f"asked to publish {version}, but this rank holds {self._state}"
         )
-        set_api_keys(keys)
+        for url, key in keys.items():
+            set_api_key(url, key)
         self._urls = urls
         if transport.host is None:
             transport = replace(transport, host=node_address(self.spec.network_interface))

@@ -62,7 +62,8 @@ class AlgorithmConfig(StageConfig):
     # ---- from rewards to advantages ----------------------------------------------------------------------------------
 
     advantage_estimator: EstimatorName = option("grpo")
-    """Advantage estimator; gspo and cispo are grpo with --policy-loss gspo or cispo, ppo also trains a critic."""
+    """Advantage estimator (docs/algorithms.md); gspo and cispo are grpo with --policy-loss gspo or cispo, gdpo compares
+    several rewards, ppo also trains a critic."""
 
     policy_loss: PolicyLossName | None = option(None)
     """Policy-gradient loss; default: gspo or cispo for the estimator of the same name, ppo_clip for all others."""
@@ -86,6 +87,10 @@ class AlgorithmConfig(StageConfig):
     normalize_advantages: bool = option(False)
     """Whiten advantages (mean 0, variance 1) over all trained tokens of the rollout."""
 
+    gdpo_reward_weights: dict[str, float] = option(default_factory=dict)
+    """Reward components that --advantage-estimator gdpo compares, and their weights: keys of the dictionary that the
+    reward function returns, as key=value pairs or JSON."""
+
     gamma: float = option(1.0, ge=0, le=1)
     """Discount factor of rewards (ppo, reinforce_plus_plus), per trained token."""
 
@@ -101,13 +106,23 @@ class AlgorithmConfig(StageConfig):
     # ---- the policy loss ---------------------------------------------------------------------------------------------
 
     eps_clip: float = option(0.2, ge=0)
-    """Lower clip range: the probability ratio is clipped at 1 minus this value."""
+    """Lower clip range: the probability ratio is clipped at 1 minus this value. gmpo: its logarithm is clipped at minus
+    this value; dppo_tv and dppo_kl: bound of the divergence where the advantage is negative."""
 
     eps_clip_high: float | None = option(None, ge=0)
-    """Upper clip range: the probability ratio is clipped at 1 plus this value; default: --eps-clip."""
+    """Upper clip range: the probability ratio is clipped at 1 plus this value; default: --eps-clip. gmpo: its logarithm
+    is clipped at this value; dppo_tv and dppo_kl: bound of the divergence where the advantage is positive."""
 
     eps_clip_c: float | None = option(None, gt=1)
-    """Dual-clip constant c: the loss of a token with a negative advantage A is at most c x |A|."""
+    """Dual-clip constant c: the loss of a token with a negative advantage A is at most c x |A|. dppo_tv and dppo_kl:
+    upper bound of the probability ratio."""
+
+    sapo_tau_pos: float = option(1.0, gt=0)
+    """Temperature of the gate of --policy-loss sapo where the advantage is positive: the higher it is, the faster the
+    gradient falls as the probability ratio leaves 1."""
+
+    sapo_tau_neg: float = option(1.05, gt=0)
+    """Temperature of the gate of --policy-loss sapo where the advantage is negative."""
 
     use_kl_loss: bool = option(False)
     """Load a frozen reference, report the KL to the reference, and add --kl-loss-coef x KL to the loss."""
@@ -128,6 +143,13 @@ class AlgorithmConfig(StageConfig):
 
     calculate_per_token_loss: bool = option(False)
     """Average the loss over all tokens of a step; default: average over each sample's tokens, then over samples."""
+
+    calculate_per_prompt_loss: bool = option(False)
+    """Average the loss over the tokens of all samples of a prompt, then over the prompts of a step (ScaleRL)."""
+
+    loss_denominator: int | None = option(None, ge=1)
+    """Divide the policy-gradient loss of each sample by this number in place of its number of tokens, then average over
+    samples (Dr. GRPO); usually --rollout-max-response-len. KL and entropy keep their weights."""
 
     custom_pg_loss_reducer_function_path: str | None = option(None)
     """User-defined weights of the tokens in the policy-gradient loss, as file.py:name or pkg.module:name."""
@@ -269,17 +291,13 @@ class AlgorithmConfig(StageConfig):
                 yield path, DEFAULT_NAMES[name], arguments
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        yield from (*self._loss_rules(), *self._correction_rules(), *self._model_rules(), *self._adapter_rules())
+        yield from (*self._estimator_rules(), *self._loss_rules(), *self._correction_rules())
+        yield from (*self._model_rules(), *self._adapter_rules())
 
-    def _loss_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules about estimator and loss."""
+    def _estimator_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about the advantage estimator."""
         name = self.advantage_estimator
         estimator = ESTIMATORS[name]
-        yield (
-            self.kl_loss_coef and not self.use_kl_loss,
-            f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add --use-kl-loss, or omit "
-            "--kl-loss-coef",
-        )
         yield (
             self.kl_coef and not estimator.per_token and not self.custom_advantage_function_path,
             f"--kl-coef {self.kl_coef} does not apply to {name}, whose advantage is one number per sample: "
@@ -295,8 +313,38 @@ class AlgorithmConfig(StageConfig):
             f"--policy-loss {self.policy_loss} has no effect with --loss-type {self.loss_type}: omit --policy-loss",
         )
         yield (
-            self.eps_clip_c and self.policy_loss_name == "cispo",
-            f"--eps-clip-c {self.eps_clip_c} has no effect in cispo, which does not clip the loss: omit --eps-clip-c",
+            self.loss_type == "policy_loss" and estimator.whitened and not self.normalize_advantages,
+            f"--advantage-estimator {name} requires whitened advantages: add --normalize-advantages",
+        )
+        yield (
+            (name == "gdpo") != bool(self.gdpo_reward_weights),
+            "--advantage-estimator gdpo and --gdpo-reward-weights, the weight of each reward component, need each "
+            "other: give both or neither",
+        )
+        yield (
+            name == "gdpo" and self.disable_rewards_normalization,
+            "--disable-rewards-normalization contradicts --advantage-estimator gdpo, which normalizes every reward "
+            "component within its group: omit --disable-rewards-normalization, or use --advantage-estimator grpo",
+        )
+        yield (
+            self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss",
+            f"--disable-compute-advantages-and-returns leaves --loss-type {self.loss_type} without advantages: give "
+            "--loss-type sft_loss, or omit the option",
+        )
+
+    def _loss_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about the loss and the weights of its tokens."""
+        for field in sorted({name for loss in POLICY_LOSSES.values() for name in loss.options}):
+            flag, value = f"--{field.replace('_', '-')}", getattr(self, field)
+            reads_it = self.loss_type != "policy_loss" or field in POLICY_LOSSES[self.policy_loss_name].options
+            yield (
+                not reads_it and value != AlgorithmConfig.model_fields[field].default,
+                f"{flag} {value} has no effect with --policy-loss {self.policy_loss_name}: omit {flag}",
+            )
+        yield (
+            self.kl_loss_coef and not self.use_kl_loss,
+            f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss: add --use-kl-loss, or omit "
+            "--kl-loss-coef",
         )
         yield (
             self.kl_coef and self.kl_loss_coef,
@@ -308,17 +356,19 @@ class AlgorithmConfig(StageConfig):
             "--use-unbiased-kl has no effect without --use-kl-loss: add --use-kl-loss, or omit --use-unbiased-kl",
         )
         yield (
-            self.loss_type == "policy_loss" and estimator.whitened and not self.normalize_advantages,
-            f"--advantage-estimator {name} requires whitened advantages: add --normalize-advantages",
-        )
-        yield (
             (self.loss_type == "custom_loss") != (self.custom_loss_function_path is not None),
             "--loss-type custom_loss and --custom-loss-function-path need each other: give both or neither",
         )
+        weightings = ("calculate_per_token_loss", "calculate_per_prompt_loss", "loss_denominator")
+        given = [f"--{field.replace('_', '-')}" for field in weightings if getattr(self, field)]
         yield (
-            self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss",
-            f"--disable-compute-advantages-and-returns leaves --loss-type {self.loss_type} without advantages: give "
-            "--loss-type sft_loss, or omit the option",
+            len(given) > 1,
+            f"{' and '.join(given)} define different weights of the tokens in the loss: keep one of these options",
+        )
+        yield (
+            self.loss_denominator and (self.loss_type != "policy_loss" or self.custom_pg_loss_reducer_function_path),
+            f"--loss-denominator {self.loss_denominator} has no effect with a --loss-type other than policy_loss, or "
+            "with --custom-pg-loss-reducer-function-path, which weights the tokens itself: omit --loss-denominator",
         )
 
     def _correction_rules(self) -> Iterator[tuple[object, str]]:

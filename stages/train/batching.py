@@ -7,8 +7,8 @@ micro-batch stores the numbers of its trained tokens. `microbatches.py` chooses 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFie
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 from penstock.storage.samples.sample import TRAIN_REWARD
+from penstock.storage.samples.shards import list_column, trained_mask
 
 PAD_TOKEN = 0
 
@@ -41,35 +42,33 @@ class Batch:
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
     rollout_id: int = 0  # number of the round
+    reward_components: dict[str, np.ndarray] = field(default_factory=dict)  # [B] float64 each, NaN = not recorded
     train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards` if a user-defined function set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
 
     @classmethod
-    def from_table(cls, table: pa.Table, *, needs_rewards: bool) -> Batch:
+    def from_table(cls, table: pa.Table, *, needs_rewards: bool, components: Iterable[str] = ()) -> Batch:
         """Convert a table of samples (columns: penstock.storage.samples.sample), without a Python loop over rows.
 
         Args:
             table: committed samples, in the order in which they were written.
             needs_rewards: whether the loss uses rewards; samples without one (generation or grading failed) are then
                 not trained on.
+            components: names of the reward components that the advantage estimator compares.
         """
-        offsets, token_ids = _column_offsets_and_values(table, "token_ids")
-        loss_mask = _column_offsets_and_values(table, "loss_mask")[1].astype(bool)
+        offsets, loss_mask = trained_mask(table, needs_rewards=needs_rewards)
         rewards = table["reward"].to_numpy().astype(np.float64)  # null becomes NaN
-        lengths = np.diff(offsets)
-        loss_mask[offsets[:-1][lengths > 0]] = False
-        if needs_rewards:
-            loss_mask &= np.repeat(~np.isnan(rewards), lengths)
         return cls(
             offsets=offsets,
-            token_ids=token_ids.astype(np.int64),
+            token_ids=list_column(table, "token_ids")[1].astype(np.int64),
             loss_mask=loss_mask,
-            rollout_logprobs=_column_offsets_and_values(table, "rollout_logprobs")[1],
+            rollout_logprobs=list_column(table, "rollout_logprobs")[1],
             rewards=rewards,
             group_index=_number_by_first_appearance(table, "group_id"),
             trajectory_index=_number_by_first_appearance(table, "trajectory_id"),
             rollout_id=pc.max(table["rollout_id"]).as_py() or 0,
+            reward_components={name: _read_component(table, name, rewards) for name in components},
             train_rewards=_read_train_rewards(table, rewards),
         )
 
@@ -99,20 +98,13 @@ class Batch:
         return np.bincount(self.sample_index, minlength=len(self.lengths))
 
 
-def _column_offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
-    lists = table[name].combine_chunks()
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
-
-
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
     """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
 
     Raises:
         RunError: a trained sample has no teacher log-probs.
     """
-    offsets, values = _column_offsets_and_values(table, "teacher_logprobs")
+    offsets, values = list_column(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(
@@ -147,6 +139,22 @@ def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | No
         raise RunError(
             f"only some samples of the rollout have the reward component {TRAIN_REWARD}, a name that is reserved for "
             "--custom-reward-post-process-path: rename this component of your reward"
+        )
+    return result
+
+
+def _read_component(table: pa.Table, name: str, rewards: np.ndarray) -> np.ndarray:  # [B] float64
+    """Return a component of every sample's reward; NaN for samples without a reward (NaN in `rewards`).
+
+    Raises:
+        RunError: a sample with a reward does not have the component.
+    """
+    result = pc.map_lookup(table["rewards"], name, "first").to_numpy().astype(np.float64)
+    result[np.isnan(rewards)] = np.nan
+    if num_missing := np.isnan(result[~np.isnan(rewards)]).sum():
+        raise RunError(
+            f"{num_missing} samples of the rollout have a reward without the component {name!r} of "
+            "--gdpo-reward-weights: start a new run whose reward function always returns a finite number for it"
         )
     return result
 

@@ -92,9 +92,9 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     """Build the policy and, if the algorithm uses one, the critic, with random weights, on initialized ranks."""
     policy = EngineBuild(
         shape,
-        config.parallel_layout,
         dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
         optimizer=config.optimizer_options,
+        layout=config.parallel_layout,
         options=config.megatron.model_dump(),
         seed=config.seed,
         freeze=config.freeze_params_name_list,

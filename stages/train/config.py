@@ -31,6 +31,10 @@ class TrainConfig(AlgorithmConfig):
     num_steps_per_rollout: int | None = option(None, ge=1)
     """Optimizer steps per rollout; default: derived from --global-batch-size if that is given, else 1."""
 
+    ppo_epochs: int = option(1, ge=1)
+    """Number of times that the optimizer steps of a rollout are run over its samples; from the second time on, in
+    another order of the batches."""
+
     use_dynamic_batch_size: bool | None = option(None, mutability="placement")
     """Fill micro-batches up to --max-tokens-per-gpu; default: on, unless --micro-batch-size is given."""
 
@@ -47,8 +51,12 @@ class TrainConfig(AlgorithmConfig):
     """Number of tokens whose logits are computed at a time; smaller values save memory."""
 
     save_trained_tokens: bool = option(True, mutability="placement")
-    """Store the trainer's log-prob and the advantage of every trained token with each round, for reports and
-    queries."""
+    """Store with each round what the trainer has computed for every trained token, for reports, queries and `samples
+    --explain`: log-prob, advantage and, if the algorithm uses them, entropy, value and log-prob of the reference."""
+
+    keep_step_logprobs: bool = option(False, mutability="placement")
+    """Also store the log-prob of every trained token in its optimizer step (4 bytes per token before compression), so
+    that the loss of rounds with several optimizer steps can be recomputed by `export --round`."""
 
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +219,10 @@ class TrainConfig(AlgorithmConfig):
         )
         if self.global_batch_size is not None:
             self.check_batch(self.global_batch_size)
+        yield (
+            self.keep_step_logprobs and (not self.save_trained_tokens or self.loss_type == "sft_loss"),
+            "--keep-step-logprobs needs --save-trained-tokens, and excludes --loss-type sft_loss: omit one of them",
+        )
         yield (
             self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1,
             f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} needs "

@@ -1,4 +1,5 @@
-"""Plan the training of a round: samples of each optimizer step, micro-batches of each rank, loss weight of each token.
+"""Plan the training of a round: samples of each optimizer step, order of the steps, micro-batches of each rank, loss
+weight of each token.
 
 The plan depends only on lengths and trajectories, so every rank computes the same plan without communication.
 """
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 
 from penstock.engines.training import TrainEngine
-from penstock.stages.train.algorithms.losses import custom_weights, per_sample_weights, per_token_weights
+from penstock.stages.train.algorithms.losses import (
+    constant_weights,
+    custom_weights,
+    per_sample_weights,
+    per_token_weights,
+)
 from penstock.stages.train.batching import Batch, PackedMicrobatch, pack
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import OptionError
@@ -28,7 +34,7 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
     rank, size = engine.data_parallel_rank_and_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
-    for rows in _samples_of_steps(batch, config):
+    for rows in samples_of_steps(batch, config):
         rows = rows[batch.num_trained_tokens[rows] > 0]  # samples without trained tokens do not contribute
         lengths = batch.lengths[rows].tolist()
         if config.fills_microbatches_by_tokens:
@@ -56,7 +62,7 @@ class LossWeights:
     """Weights that reduce token losses to one loss per optimizer step: the sum of weight x token loss."""
 
     weights: Tensor  # [N] float64, sums to 1 in every step with trained tokens
-    pg_scale: Tensor | None  # [N] float64, custom weight / default weight, multiplies only the policy-gradient loss
+    pg_scale: Tensor | None  # [N] float64, weight in the policy-gradient loss / `weights`; None = they are equal
     num_steps: int  # optimizer steps of the round
 
     def mean_over_steps(self, values: Tensor) -> float:
@@ -68,27 +74,49 @@ class LossWeights:
 def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     """Return the weight of every trained token in the loss of its optimizer step."""
     weights_of_step = per_token_weights if config.calculate_per_token_loss else per_sample_weights
-    custom_path = config.custom_pg_loss_reducer_function_path
+    custom_path, denominator = config.custom_pg_loss_reducer_function_path, config.loss_denominator
     samples = torch.from_numpy(batch.sample_index)
     trajectories = torch.from_numpy(batch.trajectory_index)[samples]
+    units = torch.from_numpy(batch.group_index)[samples] if config.calculate_per_prompt_loss else trajectories
     weights = torch.zeros(len(samples), dtype=torch.float64)
-    scale = torch.ones_like(weights) if custom_path else None
-    steps = _samples_of_steps(batch, config)
+    scale = torch.ones_like(weights)
+    steps = samples_of_steps(batch, config)
     for rows in steps:
         is_in_step = np.isin(np.arange(len(batch.lengths)), rows)
         tokens = torch.from_numpy(np.flatnonzero(is_in_step[batch.sample_index]))
-        weights[tokens] = weights_of_step(trajectories[tokens], len(batch.lengths))
-        if custom_path and scale is not None:
+        weights[tokens] = weights_of_step(units[tokens], len(batch.lengths))
+        if denominator:
+            scale[tokens] = constant_weights(trajectories[tokens], denominator) / weights[tokens]
+        if custom_path:
             num_trajectories = len(np.unique(batch.trajectory_index[rows]))
             custom = custom_weights(custom_path, trajectories[tokens], samples[tokens], num_trajectories)
             scale[tokens] = custom / weights[tokens]
-    return LossWeights(weights, scale, len(steps))
+    return LossWeights(weights, scale if custom_path or denominator else None, len(steps))
 
 
 # ---- samples of each optimizer step ----------------------------------------------------------------------------------
 
 
-def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
+def order_steps(num_steps: int, config: TrainConfig, rollout_id: int) -> list[int]:
+    """Return the number of the batch (`samples_of_steps`) that each optimizer step of a round trains on: every batch
+    once per epoch of --ppo-epochs. The first epoch has the order of the rollout, each later one a permutation that
+    depends only on --seed, round and epoch."""
+    order = list(range(num_steps))
+    for epoch in range(1, config.ppo_epochs):
+        order += np.random.default_rng([config.seed % 2**64, rollout_id, epoch]).permutation(num_steps).tolist()
+    return order
+
+
+def count_sample_uses(batch: Batch, config: TrainConfig, order: Sequence[int]) -> np.ndarray:  # [B]
+    """Return in how many optimizer steps of a round each sample was trained, if the steps trained on the batches
+    `order`."""
+    steps, uses = samples_of_steps(batch, config), np.zeros(len(batch.lengths), np.int64)
+    for step in order:
+        uses[steps[step]] += batch.num_trained_tokens[steps[step]] > 0
+    return uses
+
+
+def samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step, from --global-batch-size or else --num-steps-per-rollout."""
     if config.global_batch_size is not None:
         return split_into_steps(batch.trajectory_index, config.global_batch_size)

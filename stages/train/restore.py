@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
+from penstock.engines.local_gpus import ReadCounters, energy_metric
 from penstock.engines.training import train_backend
+from penstock.stages.train.reuse import Reuse
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
@@ -69,7 +70,7 @@ class PolicyRestorer:
         *,
         provenance: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] = lambda message: None,
-        read_counters: ReadCounters = no_counters,
+        read_counters: ReadCounters = dict,
     ) -> None:
         self.read_counters = read_counters
         self.store, self.keys, self.group, self.base = store, keys, group, base
@@ -129,19 +130,22 @@ class PolicyRestorer:
                     "libraries"
                 )
 
-    def train_round(self, rollout_id: int) -> Commit:
+    def train_round(self, rollout_id: int, reuse: Reuse | None = None) -> Commit:
         """Train on the committed rollout `rollout_id` and commit the result; return the existing commit if the round is
-        committed already.
+        committed already. `reuse`: the rounds that the run, a fork, trains on the rollouts of its parent.
 
         Raises:
             ReplayError: another attempt has committed this round with other weights.
             RunError: the rollout is not committed, or does not fill whole optimizer steps.
+            GateFailed: the rollout is the parent's, and the policy has moved too far away from it.
         """
         prefix = self.keys.step_prefix(rollout_id)
         if existing := self.store.committed(prefix):
             return existing
         start, counters = time.perf_counter(), self.read_counters()
-        attempt = self.store.new_attempt(prefix) if self.group.spec.config.save_trained_tokens else None
+        is_reused = reuse is not None and rollout_id in reuse.rounds
+        stores_tokens = self.group.spec.config.save_trained_tokens or is_reused
+        attempt = self.store.new_attempt(prefix) if stores_tokens else None
         with self.group.lock:
             self.restore(rollout_id)
             rollout = self._read_commit(self.keys.rollout_prefix(rollout_id))
@@ -168,9 +172,16 @@ class PolicyRestorer:
                 "perf/train_time": train_time,
                 **energy_metric("perf/train_energy_joules", counters, self.read_counters()),
             },
-            state={"digest": trained.digest, "fingerprint": trained.fingerprint, "steps": trained.steps},
+            state={
+                "digest": trained.digest,
+                "fingerprint": trained.fingerprint,
+                "steps": trained.steps,
+                "sample_uses": trained.sample_uses,
+            },
             **self.provenance,
         )
+        if reuse is not None and is_reused:
+            commit.summary |= reuse.compare(self.store, rollout, commit)
         winner = self.store.commit(prefix, commit)
         if winner is not commit:
             _check_agreement(winner, trained, prefix)
@@ -347,8 +358,9 @@ def _describe_weight_difference(committed: Commit, trained: TrainResult) -> str:
 
 
 def _describe_metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Describe the first metric, by name, that differs in any bit, or return ""; perf/ metrics are not compared."""
-    names = sorted(name for name in before.keys() | after.keys() if not name.startswith("perf/"))
+    """Describe the first metric, by name, that differs in any bit, or return "". The metrics perf/ (times) and reuse/
+    (which the driver computes) are not compared."""
+    names = sorted(name for name in before.keys() | after.keys() if not name.startswith(("perf/", "reuse/")))
     for name in names:
         old, new = before.get(name), after.get(name)
         if old != new and not (old is not None and new is not None and math.isnan(old) and math.isnan(new)):

@@ -99,7 +99,8 @@ class TrainResult(BaseModel):
     seconds: dict[str, float]  # phase -> wall-clock seconds
     digest: dict[str, str]  # parameter shard -> hash of its bits
     fingerprint: dict[str, Any]  # hardware, libraries, layout and options: with weights and data they fix every bit
-    files: list[FileRecord] = []  # written by rank 0: log-prob and advantage of every trained token
+    sample_uses: list[tuple[int, int]] = []  # (optimizer steps that a sample was trained in, samples in a row), ...
+    files: list[FileRecord] = []  # written by rank 0: what it stores of every trained token
     notes: list[str] = []  # files that the rank's diagnostics have written
 
 

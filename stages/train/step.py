@@ -29,7 +29,14 @@ from penstock.stages.train.algorithms.postprocess import postprocess_rollout
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.microbatches import LossWeights, Steps, compute_loss_weights, plan_steps
+from penstock.stages.train.microbatches import (
+    LossWeights,
+    Steps,
+    compute_loss_weights,
+    count_sample_uses,
+    order_steps,
+    plan_steps,
+)
 from penstock.storage.failpoints import failpoint
 
 Metrics = dict[str, float]
@@ -56,7 +63,8 @@ class TrainedRound:
     batch: Batch  # the rollout, with the loss masks that were applied
     experience: Experience
     estimate: Estimate
-    logprobs: Tensor | None  # [N] float64, by the trainer before the update or, if not computed then, in the update
+    tokens: dict[str, Tensor]  # column of trained-tokens.parquet -> [N] float64; only what this round has computed
+    sample_uses: np.ndarray  # [B] number of optimizer steps that each sample was trained in
 
 
 def train_rollout(
@@ -67,7 +75,7 @@ def train_rollout(
     temperature: float = 1.0,
     critic_only: bool = False,
     trace: Trace = nullcontext,
-    keep_logprobs: bool = False,
+    keep_tokens: bool = False,
 ) -> TrainedRound:
     """Train on all samples of a rollout and return the metrics.
 
@@ -78,7 +86,7 @@ def train_rollout(
         temperature: sampling temperature of the rollout; the policy's logits are divided by it.
         critic_only: train only the critic; the policy is not updated.
         trace: wraps the parts "train_log_probs" (before the update) and "train_actor" (the update).
-        keep_logprobs: if the trainer computes no log-probs before the update, return those of the training pass.
+        keep_tokens: also return log-probs and entropies of the update, if they are to be stored.
     """
     clock = Clock()
     for engine in (models.policy, models.critic) if config.reset_optimizer_states else ():
@@ -96,21 +104,26 @@ def train_rollout(
                 batch, steps = masked, plan_steps(models.policy, masked, config)
                 weights = compute_loss_weights(batch, config)
         attach_token_fields(steps, experience, estimate, weights, models.policy.device)
-    loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
-    before = None if config.use_rollout_logprobs else experience.old_logprobs
-    keep_logprobs = keep_logprobs and before is None and config.loss_type == "policy_loss" and not critic_only
-    kept = torch.zeros(len(batch.trained_positions), device=models.policy.device)
+    has_old_logprobs = experience.old_logprobs is not None and not config.use_rollout_logprobs
+    only_now = {  # values of the tokens that exist in the update only -> whether they are stored
+        "step_logprobs": config.loss_type != "sft_loss" and (config.keep_step_logprobs or not has_old_logprobs),
+        "entropy": config.entropy_coef != 0 or config.loss_type == "custom_loss",
+    }
+    names = [name for name, is_stored in only_now.items() if is_stored and keep_tokens and not critic_only]
+    kept = {name: torch.zeros(len(batch.trained_positions), device=models.policy.device) for name in names}
+    logprobs_of = partial(policy_logprobs, engine=models.policy, config=config, temperature=temperature)
+    loss = partial(policy_microbatch_loss, logprobs_of=logprobs_of, config=config, kept=kept)
+    order = order_steps(len(steps), config, batch.rollout_id)
     with trace("train_actor"):
-        per_step = train_models(
-            models, steps, config, keeping_logprobs(loss, kept) if keep_logprobs else loss, clock, critic_only
-        )
-    logprobs = sum_token_values(models.policy, kept) if keep_logprobs else before
+        per_step = train_models(models, [steps[step] for step in order], config, loss, clock, critic_only)
+    kept = {name: sum_token_values(models.policy, values) for name, values in kept.items()}
     metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
     rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
     metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
-    metrics |= speed_metrics(models.policy, batch, clock.seconds)
-    return TrainedRound(metrics, per_step, clock.seconds, batch, experience, estimate, logprobs)
+    metrics |= speed_metrics(models.policy, batch, clock.seconds, config.ppo_epochs)
+    tokens, uses = token_columns(config, experience, estimate, kept), count_sample_uses(batch, config, order)
+    return TrainedRound(metrics, per_step, clock.seconds, batch, experience, estimate, tokens, uses)
 
 
 def train_models(
@@ -142,13 +155,7 @@ def gather_experience(
 ) -> Experience:
     """Run the forward passes that the algorithm needs before any update: log-probs of reference, teacher and policy,
     and values of the critic."""
-    experience = Experience(
-        sample_index=torch.from_numpy(batch.sample_index),
-        rewards=torch.from_numpy(batch.rewards if batch.train_rewards is None else batch.train_rewards),
-        normalize_rewards=batch.train_rewards is None,
-        group_index=torch.from_numpy(batch.group_index),
-        rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained_positions]).double(),
-    )
+    experience = stored_experience(batch)
 
     def logprobs(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:
         return policy_logprobs(hidden, head, packed, models.policy, config, temperature)[0]
@@ -162,8 +169,6 @@ def gather_experience(
     if models.teacher is not None:
         with clock("teacher_logprobs"), models.policy.using_weights(models.teacher):
             experience.teacher_logprobs = compute_logprobs()
-    if batch.teacher_logprobs is not None:
-        experience.teacher_logprobs = torch.from_numpy(batch.teacher_logprobs[batch.trained_positions]).double()
     if models.critic is not None:
         with clock("values"):
             experience.values = forward_all_tokens(models.critic, steps, len(batch.trained_positions), critic_values)
@@ -176,13 +181,27 @@ def gather_experience(
     return experience
 
 
+def stored_experience(batch: Batch) -> Experience:
+    """Return what the samples themselves tell about a rollout: rewards, groups, log-probs of engine and teacher."""
+    positions, teacher = batch.trained_positions, batch.teacher_logprobs
+    return Experience(
+        sample_index=torch.from_numpy(batch.sample_index),
+        rewards=torch.from_numpy(batch.rewards if batch.train_rewards is None else batch.train_rewards),
+        reward_components={name: torch.from_numpy(values) for name, values in batch.reward_components.items()},
+        normalize_rewards=batch.train_rewards is None,
+        group_index=torch.from_numpy(batch.group_index),
+        rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[positions]).double(),
+        teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[positions]).double(),
+    )
+
+
 def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
-    """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step
-    they equal the log-probs of the training pass, so the separate pass is needed only if the advantages depend on
-    them."""
+    """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step and
+    one epoch they equal the log-probs of the training pass, so the separate pass is needed only if the advantages
+    depend on them. `num_steps`: optimizer steps per epoch."""
     functions = (config.custom_advantage_function_path, config.rollout_data_postprocess_path)
     needed_by_advantages = config.kl_coef > 0 or config.opd is not None or any(functions)
-    return config.loss_type != "sft_loss" and (num_steps > 1 or needed_by_advantages)
+    return config.loss_type != "sft_loss" and (num_steps * config.ppo_epochs > 1 or needed_by_advantages)
 
 
 def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None:
@@ -217,19 +236,6 @@ def sum_token_values(engine: TrainEngine, values: Tensor) -> Tensor:  # [N] -> [
         values.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
     dist.all_reduce(values)
     return values.cpu().double()
-
-
-def keeping_logprobs(loss: MicrobatchLoss, result: Tensor) -> MicrobatchLoss:
-    """Return `loss` with a side effect: it stores the policy's log-probs of its tokens in `result` [N]."""
-
-    def loss_keeping_logprobs(
-        hidden: Tensor, head: LMHead, packed: PackedMicrobatch, fields: TokenFields
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = loss(hidden, head, packed, fields)
-        result[packed.ordinal] = metrics["rollout/log_probs"].detach().to(result.dtype)
-        return losses, metrics
-
-    return loss_keeping_logprobs
 
 
 def policy_logprobs(
@@ -283,12 +289,17 @@ def policy_microbatch_loss(
     packed: PackedMicrobatch,
     fields: TokenFields,
     *,
-    engine: TrainEngine,
+    logprobs_of: Callable[[Tensor, LMHead, PackedMicrobatch], tuple[Tensor, Tensor]],
     config: TrainConfig,
-    temperature: float,
+    kept: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states."""
-    logprobs, entropy = policy_logprobs(hidden, head, packed, engine, config, temperature)
+    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states.
+    The tensors of `kept` ([N] each) get the values of this micro-batch's tokens where they are 0: later epochs do not
+    change them."""
+    logprobs, entropy = logprobs_of(hidden, head, packed)
+    for name, values in kept.items():
+        before, now = values[packed.ordinal], (entropy if name == "entropy" else logprobs).detach().to(values.dtype)
+        values[packed.ordinal] = torch.where(before == 0, now, before)
     return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
 
 
@@ -325,6 +336,22 @@ def run_optimizer_steps(
     return sum_over_ranks(engine, results)
 
 
+# ---- what is stored of the trained tokens ----------------------------------------------------------------------------
+
+
+def token_columns(
+    config: TrainConfig, experience: Experience, estimate: Estimate, kept: dict[str, Tensor]
+) -> dict[str, Tensor]:  # [N] each
+    """Return the columns of trained-tokens.parquet. Without the trainer's log-probs before the update, those of the
+    update take their place."""
+    columns = {"advantages": estimate.advantages.cpu(), **kept, "values": experience.values}
+    columns |= {"ref_logprobs": experience.ref_logprobs, "trainer_logprobs": experience.old_logprobs}
+    columns["trainer_teacher_logprobs"] = experience.teacher_logprobs if config.loads_teacher else None
+    if config.use_rollout_logprobs or experience.old_logprobs is None:
+        columns["trainer_logprobs"] = columns.pop("step_logprobs", None)
+    return {name: values for name, values in columns.items() if values is not None}
+
+
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
@@ -348,13 +375,14 @@ def sum_over_ranks(engine: TrainEngine, steps: list[dict[str, Any]]) -> list[Met
     ]
 
 
-def speed_metrics(engine: TrainEngine, batch: Batch, seconds: dict[str, float]) -> Metrics:
-    """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU."""
+def speed_metrics(engine: TrainEngine, batch: Batch, seconds: dict[str, float], num_epochs: int) -> Metrics:
+    """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU. The
+    update trains on each token in `num_epochs` optimizer steps."""
     metrics = {metric: seconds[name] for name, metric in PHASES.items() if name in seconds}
     if "update" not in seconds:
         return metrics
-    num_tokens = len(batch.token_ids)
-    squares, frozen = int((batch.lengths**2).sum()), engine.lora is not None
+    num_tokens = num_epochs * len(batch.token_ids)
+    squares, frozen = num_epochs * int((batch.lengths**2).sum()), engine.lora is not None
     flops = engine.shape.train_flops(num_tokens, squares, frozen=frozen)
     rate = flops / dist.get_world_size() / seconds["update"]
     metrics |= {"perf/actor_train_tok_per_s": num_tokens / seconds["update"], "perf/actor_train_tflops": rate / 1e12}

@@ -16,11 +16,9 @@ ROUNDS = ("rollouts", "steps")
 
 
 class CommitFeed:
-    """The commits of a run, each of which is returned once, rounds in their order.
-
-    The first call lists all directories. Later ones request the next rollout and the next step by name, because rounds
-    are consecutive, and list the other directories, which are short, every LISTING_SECONDS.
-    """
+    """The commits of a run, each of which is returned once, rounds in their order. The first call lists all
+    directories. Later ones request the next rollout and the next step by name, because rounds are consecutive, and list
+    the other directories, which are short, every LISTING_SECONDS."""
 
     def __init__(self, store: Store, keys: RunKeys) -> None:
         self.store = store
@@ -51,7 +49,11 @@ class CommitFeed:
                 if commit is not None:  # a checkpoint may have expired since the listing
                     yield self._count(commit)
         for kind in ROUNDS if not self._waiting else ():
-            while time.monotonic() < deadline and (commit := self._read_round(kind)):
+            while time.monotonic() < deadline:
+                commit = self.store.committed(f"{self.keys.prefix}/{kind}/{self._next[kind]:06d}")
+                if commit is None:
+                    break
+                self._next[kind] += 1
                 yield self._count(commit)
 
     def _list_rounds(self) -> list[str]:
@@ -65,11 +67,6 @@ class CommitFeed:
             self._next[kind] = len(consecutive)
             prefixes += [(number, f"{directory}/{number:06d}") for number in consecutive]
         return [prefix for _, prefix in sorted(prefixes)]
-
-    def _read_round(self, kind: str) -> Commit | None:
-        commit = self.store.committed(f"{self.keys.prefix}/{kind}/{self._next[kind]:06d}")
-        self._next[kind] += commit is not None
-        return commit
 
     def _list_others(self) -> list[str]:
         """Return the prefixes of new checkpoints, exports and evaluations, if it is time for a listing."""

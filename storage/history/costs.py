@@ -110,8 +110,7 @@ def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
 
 
 def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iterator[tuple[int, StartEnd, RunCosts]]:
-    """Yield (number of a start, its end, costs of the run up to that end) for each start that was not killed, or only
-    for start `number`."""
+    """Yield (number, end, costs up to the end) of each start that was not killed, or only of start `number`."""
     commits, starts = read_own_commits(store, keys), read_starts(store, keys)
     for n, (_, end) in enumerate(starts):
         if end is not None and number in (None, n):

@@ -81,13 +81,6 @@ class LineageGraph:
             return self.models[run].get("base", "")
         return self.resolve(commit_key(RunKeys(run).step_prefix(version - 1)))
 
-    def add(self, node: Node) -> None:
-        """Add a node, and a source node for each input that the graph does not contain yet."""
-        self.nodes[node.id] = node
-        for _, source in node.inputs:
-            self.nodes.setdefault(source, Node(source))
-            self.users[source].append(node.id)
-
     def ancestors(self, id: str) -> list[Node]:
         """Return everything that the artifact was made from, directly or indirectly, nearest first."""
         return self._reachable(id, lambda id: [source for _, source in self.nodes[id].inputs])
@@ -122,7 +115,10 @@ def read_lineage(store: Store) -> LineageGraph:
     graph.nodes = {key: Node(key, commit) for key, commit in own.items()}
     attempts = {commit.attempt: key for key, commit in own.items() if commit.attempt}
     for key, commit in own.items():
-        graph.add(Node(key, commit, tuple(inputs_of(graph, key, commit, attempts))))
+        graph.nodes[key] = Node(key, commit, tuple(inputs_of(graph, key, commit, attempts)))
+        for _, source in graph.nodes[key].inputs:
+            graph.nodes.setdefault(source, Node(source))
+            graph.users[source].append(key)
     return graph
 
 
@@ -192,7 +188,8 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
     if not kind:
         return graph.policy(run, max(store.committed_indices(f"{keys.prefix}/steps"), default=-1) + 1)
     if kind in ("sample", "prompt"):
-        return find_rollout_of(graph, store, run, "sample_id" if kind == "sample" else "group_id", value)
+        prefix = find_samples(store, keys, "sample_id" if kind == "sample" else "group_id", value)
+        return prefix and graph.resolve(commit_key(prefix))
     if kind.isdecimal() and not value:
         kind, value = "checkpoint", kind
     index, _, data_set = value.partition("/")
@@ -205,23 +202,23 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
     return graph.resolve(commit_key(f"{prefix}/{data_set}" if data_set else prefix))
 
 
-def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, value: str) -> str:
-    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or "". Raises
-    StoreError if a missing or damaged shard may have it."""
+def find_samples(store: Store, keys: RunKeys, column: str, value: str) -> str:
+    """Return the prefix of the rollout or evaluation of a run whose trained samples have `value` in `column`, or "".
+    Raises StoreError if a missing or damaged shard may have it."""
     unreadable = ""
-    for prefix in committed_prefixes(store, RunKeys(run)):
+    for prefix in committed_prefixes(store, keys):
         commit = store.committed(prefix)
         if commit is None or commit.kind not in ("rollout", "eval"):
             continue
         shards = [store.path(shard.path) for shard in commit.shards()]
         try:
             if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
-                return graph.resolve(commit_key(prefix))
+                return prefix
         except (OSError, pa.ArrowException):
             unreadable = unreadable or prefix
     if unreadable:
         raise StoreError(
-            f"{column} {value!r} was not found in the readable shards of run {run!r}, and a shard of {unreadable} is "
-            f"missing or damaged: restore that shard from a backup (`penstock verify {run}` prints its path)"
+            f"{column} {value!r} was not found in the readable shards of run {keys.run!r}, and a shard of {unreadable} "
+            f"is missing or damaged: restore that shard from a backup (`penstock verify {keys.run}` prints its path)"
         )
     return ""

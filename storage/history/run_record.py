@@ -33,8 +33,14 @@ class ParentRecord(Frozen):
     restarts: list[int]  # all rounds at which the data restarted, including those of the parent
     # Whether the groups that round `at` - 1 left in the buffer are generated again, with the fork's group size.
     discard_responses: bool
+    num_reused: int = Field(0, ge=0)  # rounds from `at` on that are trained on the parent's rollouts (--reuse-rollouts)
     config: RecordedConfig  # of the parent, with which the rounds before `at` were trained
     parent: ParentRecord | None  # the parent's own origin, if it is a fork itself
+
+    @property
+    def reused_rounds(self) -> range:
+        """Return the rounds that the fork trains on the parent's rollouts."""
+        return range(self.at, self.at + self.num_reused)
 
 
 class ForkRecord(Frozen):
@@ -58,6 +64,14 @@ class RunRecord(Frozen):
     created_at: Time
     id: str  # unique: two concurrent starts cannot write equal records, and trackers find the run by it
     parent: ParentRecord | None = None
+
+    def config_of_round(self, rollout_id: int) -> RecordedConfig:
+        """Return the options that a round was trained with: the run's own or, before its fork point, those of an
+        ancestor."""
+        config, parent = self.config, self.parent
+        while parent is not None and rollout_id < parent.at:
+            config, parent = parent.config, parent.parent
+        return config
 
 
 class ScheduleChange(Frozen):
@@ -149,8 +163,7 @@ def record_completion(store: Store, keys: RunKeys, number: int, completion: Comp
 
 
 def read_completion(store: Store, keys: RunKeys) -> Completion | None:
-    """Return the completion that the run's last start recorded; None if it did not complete, or if there are no
-    starts."""
+    """Return the completion that the run's last start recorded; None if it has not completed the run."""
     last = max((number for number, _ in list_starts(store, keys)), default=-1)
     return store.read_record(Completion, f"{keys.prefix}/starts/{last:06d}.complete")
 

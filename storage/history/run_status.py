@@ -111,10 +111,8 @@ def run_state(
     is_fresh: bool = False,
 ) -> RunState:
     """Return the state of a run by the end of its last start, the time of its status, and the lease of its driver.
-
     `is_fresh`: whether the reader has seen the status change within the last SILENT_SECONDS. The time in the record is
-    compared with this machine's clock, which may differ from that of the driver.
-    """
+    compared with this machine's clock, which may differ from that of the driver."""
     if not starts:
         return RunState("waiting")
     start, end = starts[-1]

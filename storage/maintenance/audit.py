@@ -25,14 +25,14 @@ from penstock.storage.disk import map_in_threads, size_mismatch_error
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
-from penstock.storage.maintenance.deletion import (
-    Tombstone,
-    expired_versions,
-    find_orphans,
-    read_tombstone,
-    tombstone_key,
+from penstock.storage.maintenance.deletion import expired_versions, find_orphans, read_tombstone, tombstone_key
+from penstock.storage.maintenance.prompt_audit import (
+    PromptAudit,
+    ServedRound,
+    describe_use_problems,
+    max_staleness,
+    read_round,
 )
-from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
 from penstock.storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # read concurrently
@@ -50,6 +50,7 @@ class Audit:
     num_samples: int = 0  # in rollouts; evaluations are not counted
     num_prompts: int = 0  # with samples in rollouts
     num_epochs: int = 0  # started epochs of the prompt data
+    num_sample_uses: int = 0  # how often samples were trained, over all rounds
     num_off_policy: int = 0  # rollouts of later rounds that the initial weights generated
     num_expired: int = 0  # checkpoints with a tombstone
     num_orphans: int = 0  # files that no commit and no live process needs (deletion.py)
@@ -59,12 +60,11 @@ class Audit:
 def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Audit:
     """Check everything that a run has committed. Without `verify_hashes`, only the sizes of models, checkpoints and
     exports are checked; hashes of sample shards always are."""
-    check = _RunAudit(store, keys)
+    check = _RunAudit(store, keys, Audit(keys.run))
     record = check.read_records()
     commits = check.read_commits()
-    tombstones = check.read_tombstones()
     check.check_file_sizes_or_hashes(commits, verify_hashes)
-    check.check_inputs_exist(commits, tombstones)
+    check.check_inputs_exist(commits)
     check.check_commits_match_keys(commits)
     check.check_rounds_are_consecutive(commits)
     check.check_sample_ids_and_prompts(record, commits)
@@ -78,11 +78,13 @@ def kind_and_index(prefix: str) -> tuple[str, int]:
     return directory.removesuffix("s"), int(number)
 
 
+@dataclass(frozen=True)
 class _RunAudit:
     """The checks of one run. Each method appends the problems it finds to `result`."""
 
-    def __init__(self, store: Store, keys: RunKeys) -> None:
-        self.store, self.keys, self.result = store, keys, Audit(keys.run)
+    store: Store
+    keys: RunKeys
+    result: Audit
 
     def add_problem(self, problem: str | Exception) -> None:
         self.result.problems.append(str(problem).partition("\n")[0])
@@ -145,20 +147,6 @@ class _RunAudit:
         self.result.num_commits.update(commit.kind for commit in commits.values())
         return commits
 
-    def read_tombstones(self) -> dict[str, Tombstone]:
-        """Return the tombstones (records of the deletion) of expired checkpoints, by the key of the deleted commit
-        record."""
-        tombstones: dict[str, Tombstone] = {}
-        for version in expired_versions(self.store, self.keys):
-            prefix = self.keys.checkpoint_prefix(version)
-            try:
-                if tombstone := read_tombstone(self.store, prefix):
-                    tombstones[commit_key(prefix)] = tombstone
-            except StoreError as error:
-                self.add_problem(error)
-        self.result.num_expired = len(tombstones)
-        return tombstones
-
     def check_file_sizes_or_hashes(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
         """Check size and, with `verify_hashes`, hash of every committed file except sample shards, which
         `check_sample_ids_and_prompts` checks."""
@@ -191,10 +179,18 @@ class _RunAudit:
         ]
         self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
 
-    def check_inputs_exist(self, commits_by_prefix: dict[str, Commit], tombstones: dict[str, Tombstone]) -> None:
+    def check_inputs_exist(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an
-        expired checkpoint."""
-        known = {commit_key(prefix) for prefix in commits_by_prefix} | tombstones.keys()
+        expired checkpoint, which has a tombstone. Damaged tombstones are problems, too."""
+        known = {commit_key(prefix) for prefix in commits_by_prefix}
+        for version in expired_versions(self.store, self.keys):
+            prefix = self.keys.checkpoint_prefix(version)
+            try:
+                if read_tombstone(self.store, prefix):
+                    known.add(commit_key(prefix))
+                    self.result.num_expired += 1
+            except StoreError as error:
+                self.add_problem(error)
         inputs = [(prefix, role, key) for prefix, c in commits_by_prefix.items() for role, key in c.inputs.items()]
         for prefix, role, key in inputs:
             if not key.endswith(commit_key("")) or key in known:
@@ -237,8 +233,7 @@ class _RunAudit:
                     self.add_problem(f"{commit_key(prefix)} has the {role} {was} as input; it must be {needed}")
 
     def check_rounds_are_consecutive(self, commits: dict[str, Commit]) -> None:
-        """Check that rounds are consecutive, and that the policy version of each checkpoint, evaluation and export
-        exists."""
+        """Check that rounds are consecutive, and that checkpoints, evaluations and exports are of trained versions."""
         indices: dict[str, list[int]] = defaultdict(list)
         for prefix in commits:
             if not prefix.startswith("models/"):
@@ -258,7 +253,8 @@ class _RunAudit:
                 )
 
     def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
-        """Check the sample shards: that sample ids are unique, and that every prompt was issued once per epoch."""
+        """Check the sample shards: that sample ids are unique, that every prompt was issued once per epoch, and that
+        every sample was trained as often as the options say."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits_by_prefix.items() if commit.kind in ("rollout", "eval"))
         rounds = map_in_threads(
@@ -278,10 +274,27 @@ class _RunAudit:
             result.num_prompts += len(round.served)
             result.problems += prompts.check_round(prefix, commit, round)
             ids.append(round.ids)
+            if parent and commit.index in parent.reused_rounds and commit.writer == self.keys.run:
+                self.add_problem(
+                    f"{commit_key(prefix)} has files of the run itself, but a fork with --reuse-rollouts trains round "
+                    f"{commit.index} on the samples of {parent.run}: restore the record from a backup"
+                )
+            self.check_sample_uses(run_record, commits_by_prefix.get(self.keys.step_prefix(commit.index)), round)
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
         if repeated := len(hashed) - len(np.unique(hashed)):
             self.add_problem(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
+
+    def check_sample_uses(self, run_record: RunRecord | None, step: Commit | None, round: ServedRound) -> None:
+        """Check how often the commit of a round's step says that each sample was trained."""
+        train = run_record.config_of_round(step.index).get("train", {}) if run_record and step else {}
+        if step is None or "ppo_epochs" not in train or round.problems:
+            return
+        key = commit_key(self.keys.step_prefix(step.index))
+        problems = describe_use_problems(key, step, round, train)
+        self.result.problems += problems
+        if not problems:
+            self.result.num_sample_uses += sum(use * number for use, number in step.state["sample_uses"])
 
     def count_orphaned_files(self) -> None:
         """Count the run's files that no commit and no live process needs, and their bytes."""

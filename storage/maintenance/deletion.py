@@ -49,13 +49,9 @@ from penstock.storage.leases import (
 )
 from penstock.storage.store import Store, committed_prefixes
 
-_TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
 _REMOVAL_LEASE = "removing.lease"
 _COMMIT = commit_key("")
-_WITHOUT_GRACE = ("expired checkpoint", "removed run")  # kinds of orphans that are deleted at any age
-_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # temporary files of Store.create on a local disk
-_GUARDS = (".lease", ".claim")  # ends of the names of an attempt's lease and claim
 
 
 class Tombstone(Frozen):
@@ -86,7 +82,7 @@ def read_tombstone(store: Store, prefix: str) -> Tombstone | None:
 
 def expired_versions(store: Store, keys: RunKeys) -> list[int]:
     """Return the policy versions whose checkpoints have expired, ascending. Their files may not be deleted yet."""
-    matches = (_TOMBSTONE.fullmatch(name) for name in store.list(f"{keys.prefix}/checkpoints"))
+    matches = (re.fullmatch(r"(\d+)\.expired\.json", name) for name in store.list(f"{keys.prefix}/checkpoints"))
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -126,8 +122,7 @@ def expire_checkpoints(
 
 
 def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
-    """Finish deletions of expired checkpoints that a kill interrupted. Return the policy versions of these
-    checkpoints."""
+    """Finish interrupted deletions of expired checkpoints. Return the policy versions of these checkpoints."""
     names = set(store.list(f"{keys.prefix}/checkpoints"))
     unfinished = [
         version
@@ -157,10 +152,8 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
     """Return the versions among `versions` from whose checkpoints forks of the run start. If the run is a fork itself,
-    the checkpoint from which it starts is included.
-
-    A fork at round N starts from the newest checkpoint up to version N.
-    """
+    the checkpoint from which it starts is included. A fork at round N starts from the newest checkpoint up to version
+    N."""
     points: list[int] = []
     for run in store.list("runs"):
         other = RunKeys(run)
@@ -334,7 +327,7 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
         for (kind, unit), files in units.items()
         if run is None or f"{unit}/".startswith(f"runs/{run}/")
     ]
-    limits = dict.fromkeys(_WITHOUT_GRACE, math.inf) | {"probe file": limit_of_probes}
+    limits = {"expired checkpoint": math.inf, "removed run": math.inf, "probe file": limit_of_probes}
     old = [orphan for orphan in orphans if orphan.modified <= limits.get(orphan.kind, limit)]
     return sorted(old, key=lambda orphan: (-orphan.bytes, orphan.key))
 
@@ -368,7 +361,13 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
     failpoint("gc-before-condemn")
     if not try_claim_for_deletion(store, orphan.key, now):
         return False
-    if not _committed_files(store, orphan.key.rpartition("/")[0]).isdisjoint(orphan.files):
+    prefix = orphan.key.rpartition("/")[0]
+    # The commit of a model's attempt (`models/attempt-...`) cannot be found by its prefix, which contains a fingerprint
+    # that is only known after the conversion: all converted models are searched.
+    prefixes = [f"models/{name}" for name in store.committed_names("models")] if prefix == "models" else [prefix]
+    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
+    committed = {record.path for commit in commits if commit is not None for record in commit.files}
+    if not committed.isdisjoint(orphan.files):
         withdraw_deletion_claim(store, orphan.key)  # the writer committed the attempt before the claim
         return False
     failpoint("gc-condemned")
@@ -376,17 +375,6 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
     store.delete([key for key in orphan.files if key not in guards])
     store.delete(guards)
     return True
-
-
-def _committed_files(store: Store, prefix: str) -> set[str]:
-    """Return the keys of the files that the commit of `prefix` lists; for the prefix `models`, of all converted models.
-
-    The commit of a model's attempt (`models/attempt-...`) cannot be found by its prefix, which contains a fingerprint
-    that is only known after the conversion.
-    """
-    prefixes = [f"models/{name}" for name in store.committed_names("models")] if prefix == "models" else [prefix]
-    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
-    return {record.path for commit in commits if commit is not None for record in commit.files}
 
 
 class _Contents:
@@ -411,8 +399,7 @@ class _Contents:
         self.committed = {commit.attempt for commit in commits}  # keys of attempts
 
     def orphan_kind_and_key(self, key: str) -> tuple[str, str] | None:
-        """Return the kind and the key of the orphan to which an uncommitted file belongs, or None if it is not an
-        orphan."""
+        """Return kind and key of the orphan to which an uncommitted file belongs, or None if it is not an orphan."""
         match key.split("/"):
             case ["runs", run, _, *_] if removal_marker_key(RunKeys(run)) in self.files:
                 return "removed run", RunKeys(run).prefix
@@ -438,10 +425,10 @@ class _Contents:
         if names and prefix.endswith(JOURNAL):  # needed until its round is committed
             finished = commit_key(prefix.removesuffix(JOURNAL)) in self.files
             return ("journal of a finished round", prefix) if finished else None
-        if _TEMPORARY.search(key):
+        if re.search(r"\.[0-9a-f]{12}\.tmp$", key):  # of `disk.create` and `disk.replace`
             return "temporary file", key
         match names:
-            case [name] if name.startswith("attempt-") and name.endswith(_GUARDS):
+            case [name] if name.startswith("attempt-") and name.endswith((".lease", ".claim")):
                 attempt = f"{prefix}/{name.rpartition('.')[0]}"
                 return ("temporary file", key) if attempt in self.committed else ("unfinished attempt", attempt)
             case [name, _, *_] if name.startswith("attempt-"):

@@ -1,8 +1,8 @@
 """Check that a run has used every prompt exactly once per epoch, by comparing its samples with the data source's state.
 
-Every commit of a rollout contains the state of the data source after the round. Only the columns in _COLUMNS are read,
-shard by shard; a hash per sample and a few numbers per prompt are kept in memory. The order of prompts is defined in
-stages/rollout/prompts/source.py; these checks hold for any order.
+Every commit of a rollout contains the state of the data source after the round. Only the columns in _COLUMNS and the
+loss masks are read, shard by shard; a hash and two flags per sample and a few numbers per prompt are kept in memory.
+The order of prompts is defined in stages/rollout/prompts/source.py; these checks hold for any order.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import xxhash
 from penstock.storage.commit import BUFFER, TRAINED, Commit, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.samples.sample import Status, check_schema
+from penstock.storage.samples.shards import trained_mask
 from penstock.storage.store import Store
 
 _BATCH = 4096  # samples per read
@@ -43,6 +44,10 @@ class ServedRound:
     served: dict[int, Source]
     buffered: dict[int, Source] = field(default_factory=dict)  # the same for prompts in the buffer for a later round
     dropped: dict[int, Source] = field(default_factory=dict)  # the same for prompts that dynamic sampling dropped
+    has_tokens: np.ndarray = field(
+        default_factory=lambda: np.empty(0, bool)
+    )  # [samples] whether a token can be trained
+    is_graded: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # [samples] whether there is a reward
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
@@ -54,6 +59,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
     buffered: dict[int, Source] = {}
     siblings: dict[int, set[str]] = defaultdict(set)
     rewards: list[float | None] = []
+    has_tokens: list[bool] = []
     statuses: Counter[str] = Counter()
     group_prefix = f"eval-{commit.index:06d}-{re.escape(prefix.split('/')[-1])}-" if commit.kind == "eval" else ""
     issue_number = re.compile(group_prefix + r"(\d{9,})")
@@ -62,6 +68,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
             for row in _read_rows(directory, commit, TRAINED):
                 ids.append(row["sample_id"])
                 rewards.append(row["reward"])
+                has_tokens.append(row["has_tokens"])
                 statuses[row["status"]] += 1
                 match = issue_number.fullmatch(row["group_id"])
                 if match is None:
@@ -84,22 +91,33 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                 buffered[int(row["group_id"])] = _prompt_origin(json.loads(row["metadata"]))
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
-    problems += describe_group_problems(prefix, ids, siblings)
+    if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
+        problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
+    if len(sizes := {len(members) for members in siblings.values()}) > 1:
+        problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
     if not problems and len(ids) != commit.num_samples():
         problems.append(f"{prefix} has {len(ids)} samples, but {commit.num_samples()} were committed")
     if not problems:
         problems += describe_summary_problems(prefix, commit, rewards, statuses)
     hashes = np.array([xxhash.xxh3_64_intdigest(sample_id.encode()) for sample_id in ids], dtype=np.uint64)
     dropped = {int(group["group_id"]): _prompt_origin(group) for group in commit.state.get("dropped", [])}
-    return ServedRound(problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped)
+    is_graded = np.array([reward is not None and not math.isnan(reward) for reward in rewards], bool)
+    return ServedRound(
+        problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped, np.array(has_tokens, bool), is_graded
+    )
 
 
 def _read_rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
+    """Yield the rows of the shards with a name, with the columns in _COLUMNS and `has_tokens`: whether the loss mask
+    lets the trainer train on a token."""
     for record in commit.shards(name):
         with pq.ParquetFile(directory / Path(record.path).relative_to(commit.attempt or "")) as shard:
             check_schema(shard.schema_arrow)
-            for batch in shard.iter_batches(_BATCH, columns=_COLUMNS):
-                yield from batch.to_pylist()
+            for batch in shard.iter_batches(_BATCH, columns=[*_COLUMNS, "loss_mask"]):
+                offsets, mask = trained_mask(batch, needs_rewards=False)
+                has_tokens = np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets]) > 0
+                for row, trainable in zip(batch.select(_COLUMNS).to_pylist(), has_tokens.tolist(), strict=True):
+                    yield row | {"has_tokens": trainable}
 
 
 def _prompt_origin(metadata: dict[str, Any]) -> Source:
@@ -129,24 +147,11 @@ def max_staleness(commit: Commit) -> int:
     return int(commit.state.get("max_staleness", 0))
 
 
-def describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
-    """Check that sample ids are unique and that all groups have the same size. Return the problems."""
-    problems = []
-    if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
-        problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
-    if len(sizes := {len(members) for members in siblings.values()}) > 1:
-        problems.append(f"{prefix}: groups have {min(sizes)} to {max(sizes)} samples; all must have the same number")
-    return problems
-
-
 def describe_summary_problems(
     prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]
 ) -> list[str]:
-    """Return a problem for every metric of a commit that differs from the value computed from its samples.
-
-    In the mean reward of an evaluation, a sample without a reward counts as 0; in the mean reward of a
-    rollout, it is left out.
-    """
+    """Return a problem for every metric of a commit that differs from the value computed from its samples. In the mean
+    reward of an evaluation, a sample without a reward counts as 0; in the mean reward of a rollout, it is left out."""
     graded = [reward for reward in rewards if reward is not None]
     name, num_samples = prefix.rpartition("/")[2], max(len(rewards), 1)
     ratios = {
@@ -160,14 +165,37 @@ def describe_summary_problems(
         expected = {"rollout/raw_reward": sum(graded) / max(len(graded), 1), "rollout/num_samples": float(len(rewards))}
         expected |= {f"rollout/{ratio}": value for ratio, value in ratios.items()}
     tolerance = 1e-9 * max([1.0, *map(abs, graded)])
-
-    def differ(a: float, b: float) -> bool:
-        return a != b and not abs(a - b) <= tolerance and not (math.isnan(a) and math.isnan(b))
-
     return [
         f"{commit_key(prefix)} has {metric} {value:g}, but its samples give {expected[metric]:g}"
         for metric, value in commit.summary.items()
-        if metric in expected and differ(value, expected[metric])
+        if metric in expected
+        and not math.isclose(value, expected[metric], rel_tol=0.0, abs_tol=tolerance)
+        and not (math.isnan(value) and math.isnan(expected[metric]))
+    ]
+
+
+def describe_use_problems(key: str, step: Commit, round: ServedRound, train: dict[str, Any]) -> list[str]:
+    """Check how often the commit of a step (at `key`) says that each sample of its round was trained. Return the
+    problem.
+
+    Every sample with a token to train on and, unless the loss is that of demonstrations, with a reward must be trained
+    once per epoch of --ppo-epochs. A user-defined function may mask samples. `train`: the recorded options of the
+    trainer.
+    """
+    try:
+        values, numbers = np.array(step.state["sample_uses"], np.int64).reshape(-1, 2).T
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return [f"{key} does not say how often each sample was trained (`state.sample_uses`)"]
+    if (numbers < 1).any() or numbers.sum() != len(round.has_tokens):
+        return [f"{key} says how often {numbers.sum()} samples were trained; its rollout has {len(round.has_tokens)}"]
+    uses = np.repeat(values, numbers)
+    needed = train["ppo_epochs"] * (round.has_tokens & (round.is_graded | (train["loss_type"] == "sft_loss")))
+    wrong = uses != needed
+    if train["rollout_data_postprocess_path"] is not None:
+        wrong &= uses != 0
+    return [
+        f"{key} says that sample {row} of its rollout was trained {uses[row]} times; it must be {needed[row]} times"
+        for row in np.flatnonzero(wrong)[:1]
     ]
 
 

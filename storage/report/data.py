@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
@@ -217,9 +218,7 @@ def _scores(commits: Iterable[Commit], kind: str) -> list[dict[str, Any]]:
 
 def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compare | None) -> list[dict[str, Any]]:
     """Return, for every data set with two evaluated versions, the comparison of the last with the first version."""
-    by_task: dict[str, list[Commit]] = {}
-    for commit in _evaluations(commits):
-        by_task.setdefault(task_of(commit), []).append(commit)
+    by_task = {task: list(versions) for task, versions in groupby(_evaluations(commits), key=task_of)}
     return [
         {"task": task, "first": versions[0].index, "last": versions[-1].index}
         | compare(store, versions[0], versions[-1])
@@ -268,10 +267,8 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
 
 
 def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the device-seconds of a run, and the seconds of every part of every kind of stage.
-
-    Stages that a fork shares with its parent are not counted, and neither are their rounds.
-    """
+    """Return the device-seconds of a run, and the seconds of every part of every kind of stage. Stages that a fork
+    shares with its parent are not counted, and neither are their rounds."""
     price = config.get("run", {}).get("price_per_device_hour")
     parts: dict[str, dict[str, float]] = {}
     for stage in stages:
@@ -303,8 +300,7 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
 
 
 def describe_changes(given: ReportInput) -> list[dict[str, Any]]:
-    """Return the changes of schedule options, one entry per record of changes/: {"at": time, "options": [[name, before,
-    after], ...]}."""
+    """Return the changes of the schedule: [{"at": time, "options": [[name, before, after], ...]}, ...]."""
     values = {f"{option.section}.{option.name}": option.value for option in given.options}
     out = []
     for change in given.changes:

@@ -21,7 +21,7 @@ from penstock.storage.history.costs import ran_on_gpus
 from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
 from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
 from penstock.storage.report.data import is_inherited, task_of, to_json_number
-from penstock.storage.report.page import STATUSES, ReportSamples, SamplePages
+from penstock.storage.report.page import STATUSES, ReportSamples
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
 
@@ -144,8 +144,7 @@ class LiveRun:
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def answer(self, since: str = "") -> dict[str, Any] | None:
-        """Return what is new since the answer with the cursor `since`, or everything without one; None if there is no
-        such run."""
+        """Return what is new since the answer with the cursor `since` (default: all); None if the run is unknown."""
         with self._lock:
             self.refresh()
             if self.record is None:
@@ -155,12 +154,14 @@ class LiveRun:
             is_current = of_start and state.kind in ("running", "silent")  # otherwise the status is that of the end
             if state.kind == "killed":
                 last_sign = max([last_sign or 0.0, *(commit.created_at for commit in self.newest.values())])
+            rollout = self.newest.get("rollout")
+            first = min(rollout.index + 1 if rollout else 0, self.num_trained) - LANE_ROUNDS  # round of the lanes
             shown = {
                 "header": self._header(self.record),
                 "state": asdict(state) | {"since": last_sign, "num_starts": len(self._starts)},
                 "status": status.model_dump() if status else None,
                 "is_current": is_current,
-                "stages": self._newest_stages(),
+                "stages": [stage for stages in self._stages.values() for stage in stages if stage["index"] >= first],
                 "now": time.time(),
                 "num_loading": self.feed.num_waiting,
             }
@@ -188,17 +189,9 @@ class LiveRun:
             "colocated": bool(self._starts) and self._starts[-1][0].colocated,
         }
 
-    def _newest_stages(self) -> list[dict[str, Any]]:
-        """Return the stages of the last rounds, for the lanes."""
-        rollout = self.newest.get("rollout")
-        first = min(rollout.index + 1 if rollout else 0, self.num_trained) - LANE_ROUNDS
-        return [stage for stages in self._stages.values() for stage in stages if stage["index"] >= first]
-
     def _new_points(self, run_id: str, since: str) -> dict[str, Any]:
         """Return the points of the curves and the evaluations that the cursor `since` does not cover, and a new cursor.
-
-        Of a long run each point is the mean of `stride` rounds. The last point may change, so it is sent again.
-        """
+        Of a long run each point is the mean of `stride` rounds. The last point may change, so it is sent again."""
         num_rounds = max((len(column) for column in self._columns.values()), default=0)
         stride = 1
         while num_rounds > MAX_POINTS * stride:
@@ -248,9 +241,9 @@ class LiveRun:
             table = read_table(self.store, rollout).drop_columns(["routed_experts", "teacher_logprobs"])
             rows = best_and_worst(table.column("reward").to_pylist(), table.column("group_id").to_pylist())
             rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
-            pages = SamplePages(ReportSamples(num_total=len(table), sets=["training"]))
-            pages.add_table("training", rollout.index, table.take(pa.array(rows, pa.int64())), self.store, step)
-            samples = pages.finish()
+            samples = ReportSamples(num_total=len(table), sets=["training"])
+            samples.add_table("training", rollout.index, table.take(pa.array(rows, pa.int64())), self.store, step)
+            samples.finish()
             commits = list(self.newest.values())
             texts = self._read_token_texts(self.store, record, commits, sorted(samples.token_ids))
             value = {"round": rollout.index, "num_samples": len(table), "index": samples.index, "statuses": STATUSES}

@@ -43,9 +43,6 @@ MAX_TOKENS = 20_000_000  # of all shown samples: about 100 MB of page
 SAMPLES_PER_PAGE = 2000
 TOKENS_PER_PAGE = 250_000  # so that a page of long samples is decoded in less than a second
 STATUSES = [status.value for status in Status]
-_HIDDEN_METADATA = ("source", "policy_spans")  # shown elsewhere
-
-Page = dict[str, Any]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -54,78 +51,30 @@ Page = dict[str, Any]
 @dataclass
 class ReportSamples:
     """The selected samples. `index` has one column per field, with one entry per sample; `pages[i]` has the texts and
-    tokens of the samples `page_starts[i]` up to `page_starts[i + 1]`."""
+    tokens of the samples `page_starts[i]` up to `page_starts[i + 1]`. `finish` is called after all `add_table`."""
 
     num_total: int = 0
-    limit: int = 0
     limited_by: str = ""  # why there is a selection: "samples", "tokens", or "" if all samples are shown
     sets: list[str] = field(default_factory=list)  # "training", then the data sets of evaluations
-    index: dict[str, list[Any]] = field(default_factory=dict)
+    index: dict[str, list[Any]] = field(
+        default_factory=lambda: {name: [] for name in ("set", "round", "status", "reward", "prompt", "length")}
+    )
     page_starts: list[int] = field(default_factory=list)
-    pages: list[Page] = field(default_factory=list)
+    pages: list[dict[str, Any]] = field(default_factory=list)
     token_ids: set[int] = field(default_factory=set)
+    _prompts: dict[tuple[Any, ...], int] = field(default_factory=dict)  # prompt -> its number in the index
+    _page_texts: dict[str, int] = field(default_factory=dict)  # text of a prompt -> its number in the last page
+    _page_tokens: int = 0  # tokens in the last page
 
     @property
     def num_shown(self) -> int:
-        return len(self.index.get("round", ()))
-
-
-def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = DEFAULT_MAX_SAMPLES) -> ReportSamples:
-    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them."""
-    commits = list(commits)
-    steps = {commit.index: commit for commit in commits if commit.kind == "step"}
-    rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
-    evals = [(task_of(commit), commit) for commit in commits if commit.kind == "eval" and commit.attempt]
-    sources = [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
-    total = sum(commit.num_samples() for _, commit in sources)
-    num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
-    limit, limited_by = (max_samples, "samples") if max_samples < total else (total, "")
-    if num_tokens * limit > MAX_TOKENS * max(total, 1):
-        limit, limited_by = int(MAX_TOKENS * total / num_tokens), "tokens"
-    sets = ["training", *sorted({name for name, _ in sources} - {"training"})]
-    builder = SamplePages(ReportSamples(num_total=total, limit=limit, limited_by=limited_by, sets=sets))
-    num_read = num_taken = 0
-    for name, commit in sources:
-        num_read += commit.num_samples()
-        budget = limit * num_read // max(total, 1) - num_taken
-        table = read_table(store, commit).drop_columns(["routed_experts", "teacher_logprobs"])
-        table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
-        num_taken += len(table)
-        builder.add_table(name, commit.index, table, store, steps.get(commit.index) if name == "training" else None)
-    return builder.finish()
-
-
-def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
-    """Return whole groups of a table, at most `max_samples` samples: drawn with `seed`, in their original order."""
-    if len(table) <= max_samples:
-        return table
-    groups: dict[str, list[int]] = {}
-    for position, group in enumerate(table.column("group_id").to_pylist()):
-        groups.setdefault(group, []).append(position)
-    order = list(groups.values())
-    random.Random(seed).shuffle(order)
-    taken: list[int] = []
-    for positions in order:
-        if len(taken) + len(positions) <= max_samples:
-            taken += positions
-    return table.take(pa.array(sorted(taken), pa.int64()))
-
-
-class SamplePages:
-    """Collects rows in columns."""
-
-    def __init__(self, samples: ReportSamples) -> None:
-        self._samples = samples
-        names = ("set", "round", "status", "reward", "prompt", "length")
-        samples.index = {name: [] for name in names}
-        self._prompts: dict[tuple[Any, ...], int] = {}
-        self._page_texts: dict[str, int] = {}
-        self._page_tokens = 0
+        return len(self.index["round"])
 
     def add_table(self, name: str, index: int, table: pa.Table, store: Store, step: Commit | None) -> None:
         """Append samples of the set `name`, with the values of their tokens in the step that has trained them."""
         trained = read_trained_tokens(store, step) if step is not None else None
         if trained is not None:
+            trained = trained.select(["sample_id", "trainer_logprobs", "advantages"])
             trained = trained.filter(pc.is_in(trained.column("sample_id"), table.column("sample_id").combine_chunks()))
         tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
         for row in table.to_pylist():
@@ -133,16 +82,15 @@ class SamplePages:
 
     def _add(self, name: str, index: int, row: dict[str, Any], tokens: dict[str, Any] | None) -> None:
         """Append a sample to the index and to the current page."""
-        samples = self._samples
-        if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
-            samples.page_starts.append(samples.num_shown)
-            samples.pages.append(defaultdict(list))
+        if not self.pages or len(self.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
+            self.page_starts.append(self.num_shown)
+            self.pages.append(defaultdict(list))
             self._page_texts, self._page_tokens = {}, 0
         metadata = json.loads(row["metadata"] or "{}")
         source = metadata.get("source")
         place = (source.get("file"), source.get("row")) if isinstance(source, dict) else ()
         entry = {
-            "set": samples.sets.index(name),
+            "set": self.sets.index(name),
             "round": index,
             "status": STATUSES.index(row["status"]),
             "reward": None if row["reward"] is None else to_json_number(row["reward"]),
@@ -151,8 +99,8 @@ class SamplePages:
             "length": sum(row["loss_mask"]),
         }
         for column, value in entry.items():
-            samples.index[column].append(value)
-        page, text = samples.pages[-1], row["prompt"]
+            self.index[column].append(value)
+        page, text = self.pages[-1], row["prompt"]
         if text not in self._page_texts:
             self._page_texts[text] = len(self._page_texts)
             page["prompts"].append(text)
@@ -161,7 +109,8 @@ class SamplePages:
         trained = [value for value, is_trained in zip(row["rollout_logprobs"], mask) if is_trained]
         if tokens is None or len(tokens["advantages"]) != len(trained):  # a sample that was not trained
             tokens = {"trainer_logprobs": [], "advantages": []}
-        shown_metadata = {key: value for key, value in metadata.items() if key not in _HIDDEN_METADATA}
+        shown_elsewhere = ("source", "policy_spans")
+        shown_metadata = {key: value for key, value in metadata.items() if key not in shown_elsewhere}
         values = {
             "id": row["sample_id"],
             "prompt": self._page_texts[text],
@@ -179,16 +128,57 @@ class SamplePages:
         }
         for column, value in values.items():
             page[column].append(value)
-        samples.token_ids.update(row["token_ids"])
+        self.token_ids.update(row["token_ids"])
         self._page_tokens += len(row["token_ids"])
 
     def finish(self) -> ReportSamples:
         """Return the samples, without empty columns."""
-        for page in self._samples.pages:
+        for page in self.pages:
             for name in ("rewards", "metadata", "spans", "logprobs", "gaps", "advantages", "label"):
                 if not any(page[name]):
                     del page[name]
-        return self._samples
+        return self
+
+
+def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = DEFAULT_MAX_SAMPLES) -> ReportSamples:
+    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them."""
+    commits = list(commits)
+    steps = {commit.index: commit for commit in commits if commit.kind == "step"}
+    rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
+    evals = [(task_of(commit), commit) for commit in commits if commit.kind == "eval" and commit.attempt]
+    sources = [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
+    total = sum(commit.num_samples() for _, commit in sources)
+    num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
+    limit, limited_by = (max_samples, "samples") if max_samples < total else (total, "")
+    if num_tokens * limit > MAX_TOKENS * max(total, 1):
+        limit, limited_by = int(MAX_TOKENS * total / num_tokens), "tokens"
+    sets = ["training", *sorted({name for name, _ in sources} - {"training"})]
+    samples = ReportSamples(num_total=total, limited_by=limited_by, sets=sets)
+    num_read = num_taken = 0
+    for name, commit in sources:
+        num_read += commit.num_samples()
+        budget = limit * num_read // max(total, 1) - num_taken
+        table = read_table(store, commit).drop_columns(["routed_experts", "teacher_logprobs"])
+        table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
+        num_taken += len(table)
+        samples.add_table(name, commit.index, table, store, steps.get(commit.index) if name == "training" else None)
+    return samples.finish()
+
+
+def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
+    """Return whole groups of a table, at most `max_samples` samples: drawn with `seed`, in their original order."""
+    if len(table) <= max_samples:
+        return table
+    groups: dict[str, list[int]] = {}
+    for position, group in enumerate(table.column("group_id").to_pylist()):
+        groups.setdefault(group, []).append(position)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    taken: list[int] = []
+    for positions in order:
+        if len(taken) + len(positions) <= max_samples:
+            taken += positions
+    return table.take(pa.array(sorted(taken), pa.int64()))
 
 
 def shorten_numbers(values: Iterable[float]) -> list[Any]:
@@ -211,8 +201,9 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
     index = {"index": samples.index, "page_starts": samples.page_starts, "sets": samples.sets, "statuses": STATUSES}
     index["token_texts"] = {str(token): text for token, text in token_texts.items()}
     chunks = [embed(f"page-{number}", page) for number, page in enumerate(samples.pages)]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     policy = (  # no request at all, and only the page's own style sheet and script
-        f"default-src 'none'; style-src {_source_hash(style)}; script-src {_source_hash(script)}; "
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     values = {
@@ -229,9 +220,7 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
 
 def embed(name: str, value: Any) -> str:
     """Return a script element with `value` as compressed JSON, which the page's script finds by the id `data-NAME`.
-
-    JSON is written in ASCII: it may contain lone surrogates, which UTF-8 cannot encode.
-    """
+    JSON is written in ASCII: it may contain lone surrogates, which UTF-8 cannot encode."""
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
     encoded = base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")
     return f'<script type="application/octet-stream+base64" id="data-{name}">{encoded}</script>'
@@ -241,8 +230,3 @@ def read_asset(name: str) -> str:
     """Return a file of the pages: of this folder, or of another project below third_party/."""
     package = "penstock" if name.startswith("third_party/") else "penstock.storage.report"
     return files(package).joinpath(name).read_text(encoding="utf-8")
-
-
-def _source_hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"

@@ -25,6 +25,7 @@ _VERSION_KEY = b"penstock_schema_version"
 # Component of `rewards` that a user-defined function can set (--custom-reward-post-process-path). Advantage estimators
 # use it in place of the reward, and do not normalize it within groups.
 TRAIN_REWARD = "train_reward"
+OVERLONG_PENALTY = "overlong_penalty"  # component of `rewards` that --overlong-buffer-len adds to the reward
 # Key in `metadata` of the attributes that user-defined functions have set on a sample and that are not fields of it.
 ATTRIBUTES = "sample_attributes"
 
@@ -154,9 +155,7 @@ def _build_table(rows: list[Sample]) -> pa.Table:
 
 def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     """Return the per-token fields as Arrow columns, or None if they are inconsistent or not lists of numbers.
-
-    `pa.array` gives the same columns, but holds the GIL twice as long.
-    """
+    `pa.array` gives the same columns, but holds the GIL twice as long."""
     token_ids, loss_mask, rollout_logprobs = array("i"), bytearray(), array("f")
     try:
         for row in rows:

@@ -3,7 +3,8 @@ computed for each trained token. Other tools, such as DuckDB, can read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +34,8 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = TRAINED
 
 def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
     """Return the samples of a commit as one Arrow table with SCHEMA's columns, in the order in which they were written.
-    `name` is TRAINED or BUFFER.
-
-    Sizes and hashes of the shards are verified. Other files in the directory, which the commit does not list, are not
-    read.
-    """
+    `name` is TRAINED or BUFFER. Sizes and hashes of the shards are verified. Other files in the directory, which the
+    commit does not list, are not read."""
     shards = [Path(shard.path).relative_to(commit.attempt or "") for shard in commit.shards(name)]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
@@ -52,29 +50,62 @@ def read_samples(store: Store, commit: Commit, name: str = TRAINED) -> list[Samp
     return from_table(read_table(store, commit, name))
 
 
+def list_column(table: pa.Table | pa.RecordBatch, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets [B + 1] and the concatenated values [S] of a column of lists."""
+    column = table[name]
+    lists = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
+
+
+def trained_mask(table: pa.Table | pa.RecordBatch, *, needs_rewards: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets [B + 1] of B samples, and for each of their S tokens whether it is trained on [S]: its loss
+    mask is 1, and it is not the first token of a sample, which is not predicted. With `needs_rewards`, samples without
+    a reward are not trained on."""
+    offsets, mask = list_column(table, "loss_mask")
+    mask, lengths = mask.astype(bool), np.diff(offsets)
+    mask[offsets[:-1][lengths > 0]] = False
+    if needs_rewards:
+        rewards = table["reward"].to_numpy(zero_copy_only=False)  # null becomes NaN
+        mask &= np.repeat(~np.isnan(rewards.astype(np.float64)), lengths)
+    return offsets, mask
+
+
+def encode_runs(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Encode equal values in a row as (value, number of times)."""
+    return [(int(value), len(list(same))) for value, same in groupby(values)]
+
+
 # ---- trained tokens --------------------------------------------------------------------------------------------------
-# The file of trained tokens belongs to the commit of a training round. Only reports and SQL read it, never training or
-# replay.
+# The file of trained tokens belongs to the commit of a training round. Reports, SQL, `penstock samples --explain` and
+# `penstock export --round` read it, never training or replay.
 
 _TRAINED_TOKENS = "trained-tokens.parquet"
 TOKENS_SCHEMA = pa.schema(
     [
         ("sample_id", pa.string()),
-        ("trainer_logprobs", pa.list_(pa.float32())),  # per trained token: of the policy before the round
-        ("advantages", pa.list_(pa.float32())),  # per trained token
+        ("trainer_logprobs", pa.list_(pa.float32())),  # before the round; if not computed then, in the optimizer step
+        ("advantages", pa.list_(pa.float32())),
+        # A file has only those of the following columns that its round has computed.
+        ("step_logprobs", pa.list_(pa.float32())),  # in the optimizer step of the token (--keep-step-logprobs)
+        ("entropy", pa.list_(pa.float32())),  # in the optimizer step, if the loss uses it
+        ("ref_logprobs", pa.list_(pa.float32())),
+        ("trainer_teacher_logprobs", pa.list_(pa.float32())),  # of a teacher in the trainer (--opd-type megatron)
+        ("values", pa.list_(pa.float32())),  # of the critic before its update
     ]
 )
+TOKEN_COLUMNS = TOKENS_SCHEMA.names[1:]
 
 
 def write_trained_tokens(
-    directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, logprobs: np.ndarray, advantages: np.ndarray
+    directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, columns: Mapping[str, np.ndarray]
 ) -> None:
     """Write trained-tokens.parquet for a round with B samples and N trained tokens. `sample_ids` and `num_tokens`
-    (trained tokens of each sample) are [B]; `logprobs` and `advantages` are [N], by sample and position."""
-    offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
-    lists = [pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32())) for values in (logprobs, advantages)]
-    table = pa.Table.from_arrays([sample_ids, *lists], schema=TOKENS_SCHEMA)
-    pq.write_table(table, directory / _TRAINED_TOKENS, compression="zstd")
+    (trained tokens of each sample) are [B]; `columns` (name in TOKEN_COLUMNS -> values) are [N], by sample and
+    position."""
+    offsets, names = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32()), columns.keys() & TOKEN_COLUMNS
+    lists = {name: pa.ListArray.from_arrays(offsets, pa.array(columns[name], pa.float32())) for name in sorted(names)}
+    pq.write_table(pa.table({"sample_id": sample_ids, **lists}), directory / _TRAINED_TOKENS, compression="zstd")
 
 
 def read_trained_tokens(store: Store, step: Commit) -> pa.Table | None:

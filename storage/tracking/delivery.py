@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> list[Committed]:
-    """Return the commits of a run in the order of their creation, also of expired checkpoints. Commits with a key in
-    `skip` are left out."""
+    """Return a run's commits in the order of creation, also of expired checkpoints, but not of the keys in `skip`."""
     prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
     commits = {commit_key(prefix): commit for prefix in prefixes if (commit := store.committed(prefix))}
     for version in expired_versions(store, keys):
@@ -76,8 +76,7 @@ def read_cost_metrics(
 
 
 def read_logged_metric(store: Store, keys: RunKeys, name: str) -> dict[int, float]:
-    """Return step -> value of a metric that is not in commits, from the run's outbox; {} if this machine has no outbox
-    of the run."""
+    """Return step -> value of a metric that only the run's outbox has; {} if this machine has no outbox of the run."""
     path = tracking_directory(store, keys.run) / OUTBOX
     if not path.exists():
         return {}
@@ -148,14 +147,15 @@ class Outbox:
                 file.write(b"\n")
 
     @cached_property
-    def _keys(self) -> set[str]:
+    def keys(self) -> set[str]:
+        """Return the keys of all lines."""
         return {line["key"] for line, _ in self.lines_from(0)}
 
     def append(self, key: str, line: dict[str, Any]) -> bool:
         """Append a line with the given key. If the key exists, append nothing and return False."""
         data = json.dumps({"key": key, **line}, ensure_ascii=False).encode() + b"\n"
         with self._append_lock:
-            if key in self._keys:
+            if key in self.keys:
                 return False
             # One unbuffered write, so that lines that two processes append are not interleaved.
             with self._lines.open("ab", buffering=0) as file:
@@ -164,11 +164,8 @@ class Outbox:
                 self._torn = written < len(whole) and (written > 0 or self._torn)
                 if written < len(whole):  # a full disk writes only a part, without an error
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._lines))
-            self._keys.add(key)
+            self.keys.add(key)
         return True
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
 
     def lines_from(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield the lines from the byte `offset` on, each with the offset of its end. Partial lines are skipped."""
@@ -205,8 +202,7 @@ class Outbox:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
 
     def try_lock(self) -> bool:
-        """Acquire the delivery lock, which is released when the process ends. Return False if another process holds
-        it."""
+        """Acquire the delivery lock, which ends with the process. Return False if another process holds it."""
         if self._lock is None:
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -251,17 +247,14 @@ class RunTracking:
         return next((delivery.problem for delivery in self.deliveries if delivery.problem), None)
 
     def record_commit(self, key: str, commit: Commit) -> bool:
-        """Append a commit to the outbox. Return False if the outbox already contains `key`, the key of the commit's
-        record in the store."""
+        """Append a commit to the outbox. Return False if the outbox contains `key`, that of the commit's record."""
         return self._append(key, "commit", commit=commit.model_dump(mode="json"))
 
     def record_missing_commits(self, store: Store, keys: RunKeys) -> int:
-        """Append to the outbox the commits of the run that it does not contain, and return their number.
-
-        The outbox lacks a commit if the driver was killed between committing and `record_commit`, or if the run has
-        moved to another machine.
-        """
-        missing = read_committed(store, keys, skip=self._outbox)
+        """Append to the outbox the commits of the run that it does not contain, and return their number. The outbox
+        lacks a commit if the driver was killed between committing and `record_commit`, or if the run has moved to
+        another machine."""
+        missing = read_committed(store, keys, skip=self._outbox.keys)
         return sum(self.record_commit(record.key, record.commit) for record in missing)
 
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int, at: float | None = None) -> bool:
@@ -370,32 +363,23 @@ class Delivery:
         return tracker
 
     def _deliver(self, tracker: Tracker, commits: RunCommits, offset: int) -> int:
-        """Read the outbox from the byte `offset` on, add its commits to `commits`, and deliver the undelivered lines.
-        Return the byte offset after the last line that was read."""
+        """Read the outbox from the byte `offset` on, add its commits to `commits`, and deliver the undelivered lines in
+        batches. Return the byte offset after the last line that was read."""
         delivered = self._outbox.delivered_offset
-        batch: list[tuple[dict[str, Any], Record]] = []
-        for line, end in self._outbox.lines_from(offset):
-            record = parse_record(line)
-            if isinstance(record, Committed):
-                commits.add(record.key, record.commit)
-            offset = end
-            if end > delivered:
-                batch.append((line, record))
-            if len(batch) >= _BATCH:
-                self._deliver_batch(tracker, commits, batch, end)
-                batch = []
-            if self._abandon.is_set():
-                return offset
-        if batch:
-            self._deliver_batch(tracker, commits, batch, offset)
+        lines = self._outbox.lines_from(offset)
+        while not self._abandon.is_set() and (batch := list(islice(lines, _BATCH))):
+            records: list[Record] = []
+            for line, offset in batch:
+                record = parse_record(line)
+                if isinstance(record, Committed):
+                    commits.add(record.key, record.commit)
+                if offset > delivered:
+                    records.append(record)
+            if not records:
+                continue
+            line_of = {line["key"]: line for line, _ in batch}
+            for refused, reason in deliver_batch(tracker, records, commits):
+                self._outbox.record_refused_line(line_of[refused.key], reason)
+            if not tracker.buffers or isinstance(records[-1], RunEnded):
+                self._outbox.mark_delivered(offset)
         return offset
-
-    def _deliver_batch(
-        self, tracker: Tracker, commits: RunCommits, batch: list[tuple[dict[str, Any], Record]], end_offset: int
-    ) -> None:
-        lines = {record.key: line for line, record in batch}
-        records = [record for _, record in batch]
-        for refused, reason in deliver_batch(tracker, records, commits):
-            self._outbox.record_refused_line(lines[refused.key], reason)
-        if not tracker.buffers or isinstance(records[-1], RunEnded):
-            self._outbox.mark_delivered(end_offset)

@@ -66,8 +66,15 @@ class TensorBoardTracker(Tracker):
         for record in records:
             for point in metric_points(record):
                 self._write((point.name, point.step, point.at), simple_value=point.value)
-            for tag, step, text in texts_of_record(record):
-                self._write((tag, step, record.at), text=text)
+            match record:
+                case RunStarted():
+                    rows = [(name, json.dumps(value, default=str)) for name, value in flatten_config(record.config)]
+                    self._write(("config", 0, record.at), text=_table(["option", "value"], rows))
+                case Committed(key, at, commit) if shown := commit.state.get("shown"):
+                    kind = f"eval/{eval_name_from_key(key)}" if commit.kind == "eval" else commit.kind
+                    columns = list(shown[0])
+                    cells = [[str(row.get(column, "")) for column in columns] for row in shown]
+                    self._write((f"samples/{kind}", commit.index, at), text=_table(columns, cells))
         if self._writer is not None:
             self._writer.flush()
 
@@ -149,19 +156,6 @@ def read_values(directory: Path) -> Iterator[tuple[str, int, float, Any]]:
             event = Event.FromString(data)
             for value in event.summary.value:
                 yield value.tag, event.step, event.wall_time, value
-
-
-def texts_of_record(record: Record) -> Iterator[tuple[str, int, str]]:
-    """Yield the texts of a record in Markdown: tag, step, text."""
-    match record:
-        case RunStarted():
-            rows = [(name, json.dumps(value, default=str)) for name, value in flatten_config(record.config)]
-            yield "config", 0, _table(["option", "value"], rows)
-        case Committed(key, _, commit) if shown := commit.state.get("shown"):
-            name = f"samples/eval/{eval_name_from_key(key)}" if commit.kind == "eval" else f"samples/{commit.kind}"
-            columns = list(shown[0])
-            cells = [[str(row.get(column, "")) for column in columns] for row in shown]
-            yield name, commit.index, _table(columns, cells)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

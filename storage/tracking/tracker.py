@@ -127,11 +127,9 @@ class MetricPoint(NamedTuple):
 
 
 def metric_points(record: Record) -> list[MetricPoint]:
-    """Return the metrics of a record as points of the run itself (not of one of its child runs).
-
-    The metrics `perf/*` and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`, since
-    the training rollout and evaluations on other data sets have metrics with the same names.
-    """
+    """Return the metrics of a record as points of the run itself (not of one of its child runs). The metrics `perf/*`
+    and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`, since the training rollout
+    and evaluations on other data sets have metrics with the same names."""
     match record:
         case MetricsLogged():
             values, step = record.metrics, record.step
@@ -190,8 +188,7 @@ class RunCommits:
             self.commits[commit.kind][commit.index] = key, commit
 
     def child_run_name(self, key: str, commit: Commit) -> str:
-        """Return the name of the tracker's child run in which the commit at `key` is logged, or "" if it is logged in
-        the parent run."""
+        """Return the name of the tracker's child run for the commit at `key`, or "" if the parent run has it."""
         match commit.kind:
             case "rollout" | "step" | "model":
                 return ""
@@ -211,8 +208,7 @@ class RunCommits:
         return max((index for index in self.commits["checkpoint"] if index < version), default=0)
 
     def since_previous_checkpoint(self, kind: str, version: int) -> list[KeyAndCommit]:
-        """Return keys and commits of the rollouts or steps (`kind`) of the rounds between the previous checkpoint and
-        policy `version`."""
+        """Return keys and commits of the rollouts or steps (`kind`) since the checkpoint before policy `version`."""
         commits = self.commits[kind]
         return [commits[r] for r in range(self.previous_checkpoint(version), version) if r in commits]
 
@@ -222,7 +218,7 @@ class RunCommits:
 
     def is_copy(self, key: str, commit: Commit) -> bool:
         """Return whether the run is a fork and copied the commit at `key` from its parent."""
-        if commit.kind == "step" and commit.index in self.commits["rollout"]:
+        if commit.kind == "step" and not commit.attempt and commit.index in self.commits["rollout"]:
             key, commit = self.commits["rollout"][commit.index]
         return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
 
@@ -249,11 +245,9 @@ class Tracker(Protocol):
         """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
-        """Send records in the given order. `commits` has all commits of the run up to the last one in `records`.
-
-        A record may be sent again: use the times and steps in the record, and find an existing run by its
-        `TrackedRun.identity`.
-        """
+        """Send records in the given order. `commits` has all commits of the run up to the last one in `records`. A
+        record may be sent again: use the times and steps in the record, and find an existing run by its
+        `TrackedRun.identity`."""
 
     def is_permanent_refusal(self, error: Exception) -> bool:
         """Return whether `error`, raised by `deliver`, means that the tracker would refuse the same record again; the
@@ -281,8 +275,7 @@ class OptionsOfTracker(StageConfig):
         """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
 
     def check_companions(self, switch: str, prefix: str) -> None:
-        """Check that options whose names begin with `prefix` are given only if the option `switch` selects the
-        tracker."""
+        """Check that options whose names begin with `prefix` are only given if `switch` selects the tracker."""
         if getattr(self, switch):
             return
         for name in sorted(self.model_fields_set):
@@ -295,8 +288,7 @@ class OptionsOfTracker(StageConfig):
 
 
 def tracking_directory(store: Store, run: str) -> Path:
-    """Return the local directory of a run's outbox: in the store if it is local, else in this user's state
-    directory."""
+    """Return the local directory of a run's outbox: in the store if it is local, else in the user's state directory."""
     return Path(store.path(f"runs/{run}/tracking")) if store.is_local else trackers_directory(store) / run
 
 

@@ -24,20 +24,17 @@ TRACKERS = {row.scheme: row for row in cast("tuple[type[OptionsOfTracker], ...]"
 
 
 def tracker_of(uri: str) -> type[OptionsOfTracker]:
-    """Return the row of the tracker to which a tracking URI belongs. Schemes without a row (http, sqlite, databricks,
-    ...) belong to MLflow."""
+    """Return the row of the tracker of a URI. Schemes without a row (http, sqlite, databricks) belong to MLflow."""
     return TRACKERS.get(uri.partition("://")[0], MlflowOptions)
 
 
 def tracking_uris(store: Store, options: TrackerOptions) -> list[str]:
-    """Return the URIs of a run's trackers, MLflow first. They may contain credentials, so they must not be
-    displayed."""
+    """Return the URIs of a run's trackers, MLflow first. They may contain credentials: do not display them."""
     return [uri for row in TRACKERS.values() if (uri := row.uri_of(options, store))]
 
 
 def check_trackers(options: TrackerOptions) -> None:
-    """Check that the run's trackers can be used on this machine. Raises OptionError if a package or a key is
-    missing."""
+    """Check that this machine can use the run's trackers. Raises OptionError if a package or a key is missing."""
     for row in TRACKERS.values():
         row.check_options(options)
 

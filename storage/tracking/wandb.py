@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from penstock.storage.store import Store
 
 RECORD, STEP = "penstock/record", "penstock/step"  # columns of every row
-_FINISH_TIMEOUT = 20.0  # seconds; W&B would wait for a lost server without limit, also when the process ends
-_INIT_TIMEOUT = 60.0
 
 
 class WandbTracker(Tracker):
@@ -117,8 +115,8 @@ class WandbTracker(Tracker):
             mode="online" if self._online else "offline",
             root_dir=str(self.directory),
             api_key=register_secret(key) if key else None,
-            init_timeout=_INIT_TIMEOUT,
-            finish_timeout=_FINISH_TIMEOUT,
+            init_timeout=60.0,
+            finish_timeout=20.0,  # W&B would wait for a lost server without limit, also when the process ends
             silent=True,
             **server,
             **_ONLY_RECORDS,

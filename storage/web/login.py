@@ -32,8 +32,7 @@ _NAMES = (HOST, "localhost")  # host names under which a server answers
 LOOPBACK = (*_NAMES, "::1")
 LINK_TIMEOUT = 2.0  # seconds to wait for the answer of a link's server
 _PAGE = "/open"  # of LoginGate: logs a browser in, then opens the page that is given after `#`
-_TOKEN_BYTES = 24
-_TOKEN = re.compile(r"[\w-]{32}")  # of a link
+_TOKEN = re.compile(r"[\w-]{32}")  # of a link: 24 bytes in base64
 _MAX_BODY = 1000  # bytes of a token or login that a browser sends
 
 
@@ -84,16 +83,14 @@ def with_login(url: str) -> str:
 @functools.cache
 def page_link(url: str) -> str:
     """Return a link to a page of a server. If this user has started it and standard output is a terminal, the link also
-    logs in the browser that opens it first.
-
-    A file or pipe may be read by other users, so its links ask for the login.
-    """
+    logs in the browser that opens it first. A file or pipe may be read by other users, so its links ask for the
+    login."""
     if read_login(url) is None:
         return url
     parts = urlsplit(url)
     token = ""
     if sys.stdout.isatty():
-        token = secrets.token_urlsafe(_TOKEN_BYTES)
+        token = secrets.token_urlsafe(24)
         write_private(service_directory(parts.port or 0) / "links" / token, "")
     page = f"/{parts.fragment.lstrip('/')}" if parts.fragment else parts.path or "/"
     return f"{parts.scheme}://{parts.netloc}{_PAGE}#{token}{page}"

@@ -107,16 +107,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
     disable_nagle_algorithm = True  # the body would wait 40 ms for the acknowledgement of the headers
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the terminal is that of a run."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         parts = urlsplit(self.path)
         if not self._is_own():
             self._send(HTTPStatus.FORBIDDEN, ("text/plain", b"foreign Host or Origin\n"))
@@ -137,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.NOT_FOUND, ("text/plain", b"not found\n"))
             else:
                 self._send(HTTPStatus.OK, content)
+
+    do_HEAD = do_GET
 
     def _is_own(self) -> bool:
         """Return whether the request is for this machine and from a page of this server, if it is from a page. The

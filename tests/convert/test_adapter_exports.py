@@ -17,13 +17,14 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import export_megatron
 from penstock.storage.commit import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.store import Store
-from tests.engines.megatron_reference import OPTIMIZER
+from tests.engines.megatron_reference import make_engine
 from tests.families import make_family
 
 KEYS = RunKeys("old")
@@ -43,10 +44,7 @@ def commit_checkpoint(store: Store, prefix: str, save: Any, **fields: Any) -> Co
 
 def save_run(model: Path, store: Store, overrides: dict[str, Any]) -> Any:
     """Commit a base and a checkpoint of random adapters on it; return their engine."""
-    from penstock.engines.megatron.engine import MegatronEngine
-
-    options = {**OPTIMIZER, "lora": LORA}
-    engine = MegatronEngine(read_shape(model), dtype="fp32", optimizer=options, overrides=overrides, seed=5)
+    engine = make_engine(read_shape(model), overrides, lora=LORA, seed=5)
     generator = torch.Generator().manual_seed(7)
     for param in engine.chunks[0].adapters.parameters():
         param.data.copy_(0.1 * torch.randn(param.shape, generator=generator))
@@ -91,7 +89,10 @@ def test_exports_have_the_adapters_of_experts(
 
     target = tmp_path / "peft"
     words = ["old/3", "--format", "peft", "--output", str(target), "--store", store.root]
-    assert export.main(words) == 0 and "adapters of policy 3 of old" in capsys.readouterr().out
+    assert export.main(words) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "writing the adapters of old, policy version 3: 2 files"
+    assert last.startswith("adapters of policy 3 of old") and f"{target} (peft.PeftModel.from_pretrained" in last
     assert export.main(words) == 0  # the existing result
     check_peft_directory(target, engine.shape, LORA)
     from safetensors.torch import load_file

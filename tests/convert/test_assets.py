@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.stages.convert.targets import assets_hash, copy_assets, header_hash, model_fingerprint, stat_hash
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin, assets_hash, copy_assets, header_hash, model_fingerprint, stat_hash
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import convert_hf, export_megatron
 from penstock.storage.commit import Commit
 from penstock.storage.store import Store

@@ -19,8 +19,8 @@ from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.stages.convert.conversion_check import verify_conversion
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.targets import ASSETS_DIRECTORY
-from penstock.stages.convert.to_hf import Origin, export_hf, export_to
+from penstock.stages.convert.targets import ASSETS_DIRECTORY, Origin
+from penstock.stages.convert.to_hf import export_hf, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.errors import ModelError

@@ -11,15 +11,27 @@ from converted import check_same_tensors
 from transformers import AutoModelForCausalLM
 
 from penstock.flows import convert
+from penstock.flows.config import PostTrainConfig
 from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_save_hf
-from penstock.stages.convert.targets import copy_export, is_published, megatron_directory
-from penstock.stages.convert.to_hf import Origin, export_hf, export_to
+from penstock.flows.runtime.resolve import resolve
+from penstock.flows.runtime.runs import create_run_record
+from penstock.stages.convert.targets import (
+    RECORD,
+    DirectoryTarget,
+    Origin,
+    is_published,
+    megatron_directory,
+    open_parent_store,
+    origin_of_copy,
+)
+from penstock.stages.convert.to_hf import export_hf, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf, export_megatron, import_megatron_checkpoint
-from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.errors import OptionError, RunError
+from penstock.stages.convert.work import copy_export
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.store import Store
 
 
@@ -104,6 +116,117 @@ def test_iteration_of_a_model_that_no_run_trained_is_refused(tiny_model: Path, t
         with_hf_checkpoint(parse_config([*translate_flags(words), "--megatron-iteration"]))
 
 
+# ---- the run's own export --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(store: Store, checkpoint: Commit, tiny_model: Path) -> Commit:
+    """The export with which a run ended after 20 rounds."""
+    config = parse_config(["--hf-checkpoint", str(tiny_model), "--store", store.root, "--run", "r"])
+    create_run_record(store, resolve("sft", config, store))
+    store.commit(RunKeys("r").checkpoint_prefix(20), checkpoint.model_copy(update={"inputs": {}}))
+    inputs = {"checkpoint": commit_key(RunKeys("r").checkpoint_prefix(20))}
+    return export_hf(store, checkpoint, Origin(tiny_model), RunKeys("r").export_prefix(20), inputs=inputs)
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets of the exports that start a conversion in Ray, which fails here."""
+    started: list[str] = []
+
+    def export_checkpoint(config: PostTrainConfig, report: object) -> CheckpointRef:
+        started.append(str(config.convert.convert_save))
+        raise StoreError("a conversion was started")
+
+    monkeypatch.setattr(convert, "export_checkpoint", export_checkpoint)
+    return started
+
+
+def test_export_of_a_finished_run_is_copied(
+    store: Store,
+    finished: Commit,
+    tiny_model: Path,
+    tmp_path: Path,
+    conversions: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    words = ["r", "--output", str(out), "--store", store.root]
+    assert export.main(words) == 0 and conversions == []
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"copying the export of r, policy version 20: {len(finished.files)} files, ")
+    assert last.startswith("r is converted") and f"{out} (AutoModelForCausalLM.from_pretrained loads it)" in last
+    check_same_tensors(out, tiny_model)
+    assert {path.name for path in out.iterdir()} - {RECORD} == {Path(file.path).name for file in finished.files}
+    assert origin_of_copy(out) == {"export": finished.attempt} and not list(tmp_path.glob(".out*"))
+    assert export.main(words) == 0  # the existing result
+    assert "was already converted" in capsys.readouterr().out
+    checkpoint = store.committed(RunKeys("r").checkpoint_prefix(20))
+    assert checkpoint is not None and export_to(store, checkpoint, Origin(tiny_model), str(out)).uri == str(out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--export-dtype", "float16"],
+        ["--vocab-size", "64"],
+        ["--mtp", "keep"],
+        ["--format", "megatron"],
+    ],
+    ids=lambda words: words[-1],
+)
+@pytest.mark.usefixtures("finished")
+def test_export_with_other_options_is_converted(
+    words: list[str], store: Store, tmp_path: Path, conversions: list[str]
+) -> None:
+    with pytest.raises(StoreError, match="a conversion was started"):
+        export.main(["r", "--output", str(tmp_path / "out"), "--store", store.root, *words])
+    assert conversions == [str(tmp_path / "out")] and not (tmp_path / "out").exists()
+
+
+def test_export_of_a_run_whose_model_files_have_changed_is_converted(
+    store: Store, finished: Commit, tiny_model: Path, tmp_path: Path, conversions: list[str]
+) -> None:
+    changed = shutil.copytree(tiny_model, tmp_path / "changed")
+    (changed / "generation_config.json").write_text("{}")
+    words = ["r", "--output", str(tmp_path / "out"), "--store", store.root, "--origin-hf-dir", str(changed)]
+    with pytest.raises(StoreError, match="a conversion was started"):
+        export.main(words)
+    assert conversions
+
+
+def test_directory_with_something_else_is_refused_before_a_copy(
+    store: Store, finished: Commit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").touch()
+    with pytest.raises(OptionError, match="exists and is not the result"):
+        export.main(["r", "--output", str(tmp_path / "out"), "--store", store.root])
+    assert "copying" not in capsys.readouterr().out and [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "notes"]
+
+
+def test_damaged_export_is_not_copied(store: Store, finished: Commit, tmp_path: Path) -> None:
+    Path(store.path(finished.files[0].path)).write_bytes(b"x" * finished.files[0].bytes)
+    with pytest.raises(StoreError, match=r"has hash .*, but was committed"):
+        export.main(["r", "--output", str(tmp_path / "out"), "--store", store.root])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_killed_copy_resumes(
+    place: str, store: Store, finished: Commit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(tmp_path / "copies/out") if place == "disk" else f"memory://bucket/{tmp_path.name}/out"
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectoryTarget, "publish", lambda *_: 1 / 0)  # the files are written, but not published
+        with pytest.raises(ZeroDivisionError):
+            copy_export(store, finished, target)
+    assert not is_published(target)
+    copy_export(store, finished, target)
+    parent, name = open_parent_store(target)
+    assert is_published(target) and parent.list("") == [name]
+
+
 # ---- --save-hf -------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +236,7 @@ def test_copy_of_an_export_is_complete_or_absent(
     export = export_hf(store, checkpoint, Origin(tiny_model), RunKeys("r").export_prefix(20))
     target = tmp_path / "hf_19"
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.copytree", lambda *_, **__: 1 / 0)
+        patch.setattr("shutil.copyfile", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             copy_export(store, export, str(target))
     assert not target.exists() and not is_published(str(target))

@@ -21,7 +21,8 @@ from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, PluginError
@@ -208,13 +209,13 @@ def test_another_process_finds_the_table_of_a_shape(acorn: str, source: Path) ->
     code = (
         "import sys\nfrom penstock.engines.families import tensor_layout\n"
         "from penstock.engines.families.shape import ModelShape\n"
-        "print(*tensor_layout(ModelShape.model_validate_json(sys.argv[1])).hf_names(), sep='\\n')\n"
+        "print(*tensor_layout(ModelShape.model_validate_json(sys.argv[1])).hf_shapes, sep='\\n')\n"
     )
     command = [sys.executable, "-c", code, shape.model_dump_json()]
     child = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    assert set(child.stdout.split()) == tensor_layout(shape).hf_names(), child.stderr
+    assert set(child.stdout.split()) == tensor_layout(shape).hf_shapes.keys(), child.stderr
 
 
 def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(

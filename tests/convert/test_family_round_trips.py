@@ -10,8 +10,8 @@ from converted import check_same_tensors, commit_of
 from families import FAMILIES, make_family
 
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.targets import CARRIED
-from penstock.stages.convert.to_hf import Origin, export_hf, export_to
+from penstock.stages.convert.targets import CARRIED, Origin, find_conversion
+from penstock.stages.convert.to_hf import export_hf, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.store import Store
 
@@ -45,6 +45,7 @@ def test_prediction_layers_are_skipped_or_kept_as_requested(family: str, store: 
     skipped, kept = convert_hf(store, source), convert_hf(store, source, options=ConversionOptions(mtp="keep"))
     assert skipped.key != kept.key and kept.key.endswith("-mtp.commit.json")
     assert [commit_of(store, ref).state["skipped"]["count"] for ref in (skipped, kept)] == [len(extra), 0]
+    assert [find_conversion(store, str(source), mtp, None) for mtp in ("skip", "keep")] == [skipped, kept]
     without = export_to(store, skipped.uri, Origin(Path(skipped.uri) / "hf_assets"), str(tmp_path / "without"))
     assert set(HFWeights(without.uri).info) == set(HFWeights(source).info) - extra
     assert json.loads((Path(without.uri) / "config.json").read_text())["num_nextn_predict_layers"] == 0

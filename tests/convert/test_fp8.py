@@ -14,7 +14,8 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.weights.fp8_blocks import dequantize, quantize, should_quantize
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
@@ -120,7 +121,7 @@ def test_fp8_source_converts_to_bf16_and_exports_to_the_same_fp8(quantized: Path
     back = Path(export_to(store, model.uri, Origin(assets), str(tmp_path / "bf16")).uri)
     layout = tensor_layout(read_shape(back))
     with HFWeights(back) as weights:
-        assert {info.dtype for name, info in weights.info.items() if name in layout.hf_names()} == {
+        assert {info.dtype for name, info in weights.info.items() if name in layout.hf_shapes} == {
             torch.bfloat16,
             torch.float32,
         }

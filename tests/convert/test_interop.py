@@ -25,8 +25,8 @@ from penstock.engines.megatron.checkpoints.safe_load import read_common, read_me
 from penstock.flows.options import flags
 from penstock.flows.runtime.preflight import check_algorithm
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.targets import config_directory, megatron_directory
-from penstock.stages.convert.to_hf import Origin, export_to
+from penstock.stages.convert.targets import Origin, config_directory, megatron_directory
+from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import (
     ConversionOptions,
     convert_hf,

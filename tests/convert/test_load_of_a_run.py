@@ -12,19 +12,20 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import import_megatron_checkpoint
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
-from tests.engines.megatron_reference import OPTIMIZER
+from tests.engines.megatron_reference import make_engine
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("frozen", [set(), {"embedding.word_embeddings.weight"}], ids=["", "frozen"])
-def test_weights_of_a_training_checkpoint_are_imported(tiny_model: Path, tmp_path: Path, frozen: set[str]) -> None:
-    from penstock.engines.megatron.engine import MegatronEngine
-
-    engine = MegatronEngine(read_shape(tiny_model), dtype="bf16", optimizer={**OPTIMIZER, "frozen": frozen}, seed=5)
+@pytest.mark.parametrize("freeze", [None, ["embedding.word_embeddings.weight"]], ids=["", "frozen"])
+def test_weights_of_a_training_checkpoint_are_imported(
+    tiny_model: Path, tmp_path: Path, freeze: list[str] | None
+) -> None:
+    engine = make_engine(read_shape(tiny_model), dtype="bf16", freeze=freeze, seed=5)
     words = ["--hf-checkpoint", str(tiny_model), "--save"]
     old = parse_config([*words, str(tmp_path / "store" / "old")])
     store, keys = open_store(old.run), RunKeys("old")

@@ -1,7 +1,6 @@
 """A converted model in real Megatron ranks, and their training checkpoint back as a Hugging Face model, bit for bit."""
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,24 +11,12 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.commit import Commit
 from penstock.storage.store import Store
-
-OPTIMIZER: dict[str, Any] = dict(
-    lr=1e-3,
-    min_lr=0.0,
-    weight_decay=0.0,
-    adam_beta1=0.9,
-    adam_beta2=0.98,
-    adam_eps=1e-8,
-    clip_grad=1.0,
-    lr_decay_style="constant",
-    lr_warmup_iters=0,
-    lr_decay_iters=None,
-)
-
+from tests.engines.megatron_reference import make_engine
 
 FROM_MEMORY = "exports/memory"
 
@@ -43,10 +30,8 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
     init_parallel(rank, world_size, f"file://{scratch}/world", layout)
-    from penstock.engines.megatron.engine import MegatronEngine
-
     shape = read_shape(source)
-    engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=OPTIMIZER)
+    engine = make_engine(shape, layout=layout)
     engine.load_weights(converted)
     names = tensor_layout(shape)
     with HFWeights(source) as weights:

@@ -16,8 +16,8 @@ import pytest
 from converted import check_same_tensors, commit_of
 
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.targets import ASSETS_DIRECTORY, RECORD, TRACKER, check_free_space
-from penstock.stages.convert.to_hf import Origin, export_to, finish_export, prepare_export, write_export
+from penstock.stages.convert.targets import ASSETS_DIRECTORY, RECORD, TRACKER, Origin, check_free_space
+from penstock.stages.convert.to_hf import export_to, finish_export, prepare_export, write_export
 from penstock.stages.convert.to_torch_dist import (
     Conversion,
     ConversionOptions,

@@ -151,8 +151,7 @@ def run(case: str, family: str, directory: Path) -> None:
     layout, _, overrides = CASES[case]
     reference = torch.load(directory / f"{family}.pt")
     shape = read_shape(directory / family)
-    options = OPTIMIZER | {"lora": LORA}
-    engine = make_engine(shape, layout=layout, optimizer=options, overrides=overrides)
+    engine = make_engine(shape, overrides, layout=layout, optimizer=OPTIMIZER, lora=LORA)
     engine.load_weights(directory / family / "saved")
     initial = full_adapters(engine)
     assert all(not x.any() for name, x in initial.items() if "lora_B" in name)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
+from penstock.engines.training import EngineBuild
 
 SHAPE = ModelShape(
     architecture="Qwen3ForCausalLM",
@@ -81,10 +82,12 @@ def make_pack(lengths: list[int], seed: int = 0, vocab_size: int = SHAPE.vocab_s
 PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
 
 
-def make_engine(shape: ModelShape = SHAPE, **options: Any) -> Any:
+def make_engine(shape: ModelShape = SHAPE, overrides: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Build an engine with these fields of `EngineBuild`; `overrides` are options of Megatron."""
     from penstock.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
+    fields = {"dtype": "fp32", "optimizer": OPTIMIZER, "options": overrides or {}, **fields}
+    return MegatronEngine(EngineBuild(shape, **fields))
 
 
 def cross_entropy(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, Tensor]]:

@@ -196,6 +196,7 @@ class SmallReplica(Replica):
     def __init__(self, index: int, make_server: Callable[[], SmallServer] = SmallServer) -> None:
         self.index, self.make_server = index, make_server
         self.spec = ServerSpec(model_path="/model")
+        self.label = f"{self.spec.role} {index}"
         self.client = engine_backend().connect(lambda: [])
         self.num_starts = 0
         self.starts = True  # whether servers come up

@@ -136,6 +136,7 @@ class StubServer(EngineServer):
 class StubBackend(EngineBackend):
     title = "Stub"
     help = "--stub-first-digit N: the first of four token ids."
+    server_class = StubServer
     capabilities = frozenset({Capability.EXTERNAL})
     context_flag = "--stub-context-length"
 
@@ -152,9 +153,6 @@ class StubBackend(EngineBackend):
 
     def connect(self, urls: EngineUrls, timeout: float = 600, **_: Any) -> StubClient:
         return StubClient(urls)
-
-    def server_class(self) -> type[EngineServer]:
-        return StubServer
 
     def estimate_memory(self, options: Any, shape: Any, gpu_bytes: int) -> EngineMemory:
         return estimate_engine_memory(shape, options.gpus_per_engine, gpu_bytes // 2)

@@ -21,10 +21,10 @@ from penstock.engines.lora import (
 )
 from penstock.engines.options import EngineOptions, ServedAdapters
 from penstock.engines.serving import adapter_requests
-from penstock.engines.serving.adapter_requests import BASE, AdapterNames
+from penstock.engines.serving.adapter_requests import BASE, adapter_suffix
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.checks import check_external_adapters, lora_args, reason_against_adapters
+from penstock.engines.sglang.checks import check_external_adapters, reason_against_adapters
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_update import FlatBucket, sha256_of_tensors
 from penstock.engines.weights.transfer import ProcessPlace
@@ -35,7 +35,7 @@ from tests.engines.test_lora import MIXTURE
 
 LORA = LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=["all-linear"], lora_use_rslora=True)
 NAMED = {"base_model.model.x.lora_A.weight": torch.ones(4, 8), "base_model.model.x.lora_B.weight": torch.zeros(8, 4)}
-NAMES = AdapterNames("store run 1.0")
+SUFFIX = adapter_suffix("store run 1.0")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ class AdapterServer:
 
 
 def publish(*servers: AdapterServer, version: str = "run/1", **transport: Any) -> str:
-    adapter = PublishedAdapter(NAMES.name(version), {"r": 4}, len(NAMED), compare=transport.pop("compare", False))
+    adapter = PublishedAdapter(version + SUFFIX, {"r": 4}, len(NAMED), compare=transport.pop("compare", False))
     client = SGLangClient([server.url for server in servers])
     client.update_weights(iter(NAMED.items()), version, WeightTransport(adapter=adapter, **transport))
     client.use_adapter(adapter.name)
@@ -81,17 +81,17 @@ def publish(*servers: AdapterServer, version: str = "run/1", **transport: Any) -
 
 
 def test_names_contain_the_version_and_belong_to_one_driver_of_one_run() -> None:
-    name, other = NAMES.name("run/12"), AdapterNames("store run 2.0").name("run/12")
-    earlier = AdapterNames("store run 1.0").name("run/11")  # of another driver of this run
-    assert adapter_requests.version_of(name) == "run/12" and name == NAMES.name("run/12")
+    name, other = "run/12" + SUFFIX, "run/12" + adapter_suffix("store run 2.0")
+    earlier = "run/11" + adapter_suffix("store run 1.0")  # of another driver of this run
+    assert adapter_requests.version_of(name) == "run/12"
     assert len({name, other, earlier.replace("/11@", "/12@")}) == 3
-    loaded = [name, other, earlier, "run/3", "run-2/11@" + name.partition("@")[2], NAMES.name("run/13")]
-    assert adapter_requests.other_adapters(name, [*loaded, NAMES.name("run/3")]) == [earlier, NAMES.name("run/3")]
+    loaded = [name, other, earlier, "run/3", "run-2/11@" + name.partition("@")[2], "run/13" + SUFFIX]
+    assert adapter_requests.other_adapters(name, [*loaded, "run/3" + SUFFIX]) == [earlier, "run/3" + SUFFIX]
 
 
 def test_update_loads_without_a_pause_and_resumes_after_a_failure() -> None:
     first, second = AdapterServer(), AdapterServer()
-    second.loaded = [NAMES.name("run/1")]  # from an update that failed on the other server
+    second.loaded = ["run/1" + SUFFIX]  # from an update that failed on the other server
     name = publish(first, second, compare=True)
     assert first.loaded == second.loaded == [name] and second.bodies == []
     assert first.paths == ["/load_lora_adapter_from_tensors"]
@@ -114,7 +114,7 @@ def test_update_over_disk_keeps_the_files_of_the_last_adapters(tmp_path: Path) -
     server = AdapterServer()
     client = SGLangClient([server.url])
     for number in range(3):
-        adapter = PublishedAdapter(NAMES.name(f"run/{number}"), {"r": 4}, len(NAMED))
+        adapter = PublishedAdapter(f"run/{number}" + SUFFIX, {"r": 4}, len(NAMED))
         transport = WeightTransport("disk", model_path="/model", directory=str(tmp_path), adapter=adapter)
         client.update_weights(iter(NAMED.items()), f"run/{number}", transport)
     paths = [Path(body["lora_path"]) for body in server.bodies]
@@ -139,7 +139,7 @@ def test_engine_with_other_weights_or_released_memory() -> None:
 
 def test_adapters_are_unloaded_when_no_request_uses_them() -> None:
     server = AdapterServer()
-    foreign = AdapterNames("other store").name("run/1")
+    foreign = "run/1" + adapter_suffix("other store")
     server.loaded = [foreign]
     first = publish(server)
     with adapter_requests.requesting(server.url) as used:
@@ -173,14 +173,14 @@ def test_requests_name_the_adapter_and_record_its_version() -> None:
     async def use(urls: list[str]) -> list[Any]:
         async with SGLangClient(urls) as client:
             without = await client.generate([1], {})
-            adapter_requests.set_adapter(urls[0], NAMES.name("run/4"))
+            adapter_requests.set_adapter(urls[0], "run/4" + SUFFIX)
             return [*without, *await client.generate([1], {}, n=2)]
 
     without, *with_adapter = with_servers([handler], use)
     assert without.weight_versions == [(BASE, 2)]
     assert [generation.weight_versions for generation in with_adapter] == [[("run/4", 2)]] * 2
-    assert [body.get("lora_path") for body in bodies] == [None, NAMES.name("run/4"), NAMES.name("run/4")]
-    assert not adapter_requests.is_requested(NAMES.name("run/4"))
+    assert [body.get("lora_path") for body in bodies] == [None, "run/4" + SUFFIX, "run/4" + SUFFIX]
+    assert not adapter_requests.is_requested("run/4" + SUFFIX)
 
 
 def test_engines_compute_the_scale_of_rslora() -> None:
@@ -226,7 +226,7 @@ def test_adapters_are_sent_through_memory_where_engines_can_read_it() -> None:
 
 
 def test_external_engine_must_load_the_adapters_and_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = lora_args(ServedAdapters(rank=4, modules=("q_proj", "v_proj")))
+    args = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj", "v_proj"]}
     info = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
     open_server = AdapterServer(**info)
     with pytest.raises(EngineError, match="without an API key: start it with --api-key and --admin-api-key"):

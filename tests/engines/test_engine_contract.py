@@ -235,7 +235,7 @@ def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fle
 def test_every_backend_is_complete(name: str) -> None:
     backend = engine_backend(name)
     assert isinstance(backend, EngineBackend) and isinstance(backend.connect(["http://engine"]), EngineClient)
-    assert not getattr(backend.server_class(), "__abstractmethods__", None)
+    assert not getattr(backend.server_class, "__abstractmethods__", None)
 
 
 def test_stages_and_flows_use_only_the_interface() -> None:

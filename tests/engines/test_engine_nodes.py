@@ -63,14 +63,14 @@ def test_both_nodes_compute_with_the_published_weights_and_die_together(
     assert len(pool.places(pool.urls)[pool.urls[0]].nodes) == 2
 
     first, second = server_processes()
-    assert first.pid == pool._replicas[0].place().pid
+    assert first.pid == pool.replicas[0].place().pid
     os.kill(second.pid, signal.SIGKILL)
-    [replica] = pool._replicas
+    [replica] = pool.replicas
     deadline = time.monotonic() + 120
     while replica.alive():
         assert time.monotonic() < deadline, "the death of the second process was not noticed"
         time.sleep(0.1)
     assert "died (exit code -9)" in replica.exit_report()
-    assert restart_dead_engines(pool._replicas)
-    assert [replica.place().pid for replica in pool._replicas] != [first.pid] and not first.is_running()
+    assert restart_dead_engines(pool.replicas)
+    assert [replica.place().pid for replica in pool.replicas] != [first.pid] and not first.is_running()
     assert worst_difference(tiny_model, sample(pool)) < TOLERANCE

@@ -13,7 +13,7 @@ from penstock.engines.lora import LoraOptions, adapter_targets, check_adapters
 from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
 from tests.engines.lora_ranks import CASES
-from tests.engines.megatron_reference import FULL, OPTIMIZER, PACKS, SELECTIVE, SHAPE, cross_entropy, make_engine, train
+from tests.engines.megatron_reference import FULL, PACKS, SELECTIVE, SHAPE, cross_entropy, make_engine, train
 from tests.families import make_family
 
 MIXTURE = SHAPE.model_copy(
@@ -70,7 +70,7 @@ def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(wor
     lora = LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=["attention", "linear_fc2"])
     full = make_engine(dtype="bf16", seed=3)
     full.save(tmp_path / "base", None)
-    engine = make_engine(dtype="bf16", optimizer={**OPTIMIZER, "lora": lora}, seed=3)
+    engine = make_engine(dtype="bf16", lora=lora, seed=3)
     engine.load_weights(tmp_path / "base")
     start = engine.digest()
     assert {name for name in start if ".lora_" not in name} == set(full.digest())
@@ -105,10 +105,8 @@ def test_options_of_megatron_do_not_change_how_adapters_are_trained(
     world: None, tmp_path: Path, overrides: dict[str, Any]
 ) -> None:
     shape = read_shape(make_family(tmp_path, "deepseek-v3"))
-    options = {**OPTIMIZER, "lora": LoraOptions(lora_rank=8, lora_alpha=8, lora_target_modules=["all-linear"])}
-    plain, other = (
-        make_engine(shape, dtype="bf16", optimizer=options, overrides=changed, seed=3) for changed in ({}, overrides)
-    )
+    lora = LoraOptions(lora_rank=8, lora_alpha=8, lora_target_modules=["all-linear"])
+    plain, other = (make_engine(shape, changed, dtype="bf16", lora=lora, seed=3) for changed in ({}, overrides))
     assert train(other, range(2)) == train(plain, range(2))
     other.offload(STATE_KINDS)
     other.onload(STATE_KINDS)

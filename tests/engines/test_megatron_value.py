@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engines.megatron.train_backend import MegatronBackend
 from penstock.storage.errors import ModelError
 from tests.engines import megatron_reference
 from tests.engines.megatron_reference import PACKS, SHAPE, Pack, hf_model, put_weights, to_megatron
@@ -123,8 +124,7 @@ def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[A
 
 
 def test_every_file_of_a_checkpoint_is_written_by_one_rank() -> None:
-    from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
-
+    is_written_by_rank = MegatronBackend().is_written_by_rank
     second = ["__1_0.distcp", "critic/__1_2.distcp"]
     first = ["reference/__0_1.distcp", "critic/.metadata", "reference/metadata.json", "common.pt"]
     assert [name for name in second + first if is_written_by_rank(1, name)] == second

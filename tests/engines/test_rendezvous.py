@@ -53,7 +53,7 @@ def test_the_rendezvous_listens_on_loopback_only() -> None:
 
 def test_an_engine_listens_on_loopback_only(engine_pool: EnginePool) -> None:
     assert engine_pool.urls
-    server = psutil.Process(engine_pool._replicas[0].place().pid)
+    server = psutil.Process(engine_pool.replicas[0].place().pid)
     family = [server, *server.children(recursive=True)]
     listening = {
         connection.laddr.ip

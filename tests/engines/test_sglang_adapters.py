@@ -20,7 +20,7 @@ from penstock.engines.generation import EngineRefused, Generation, PublishedAdap
 from penstock.engines.lora import PREFIX, LoraOptions, served_config, served_modules, served_tensors
 from penstock.engines.options import EngineOptions, ServedAdapters
 from penstock.engines.serving import adapter_requests
-from penstock.engines.serving.adapter_requests import BASE, AdapterNames
+from penstock.engines.serving.adapter_requests import BASE, adapter_suffix
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.backend import SGLangServer
@@ -68,7 +68,7 @@ def matrices(model: Path, lora: LoraOptions, seed: int) -> dict[str, torch.Tenso
 
 def publish(url: str, model: Path, lora: LoraOptions, version: str, seed: int, **transport: Any) -> str:
     """Load random adapters into the server, make requests use them, and return their name."""
-    name = AdapterNames("test").name(version)
+    name = version + adapter_suffix("test")
     named, config = matrices(model, lora, seed), served_config(lora, read_shape(model), str(model))
     adapter = PublishedAdapter(name, config, len(named), compare="kind" not in transport)
     client = SGLangClient([url])

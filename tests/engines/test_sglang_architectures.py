@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.families import FAMILIES
-from penstock.engines.sglang.checks import check_architecture, check_model, implements_architecture
+from penstock.engines.sglang.checks import check_model, implements_architecture
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 def test_every_supported_architecture_but_the_old_glm_is_served() -> None:
     """As SGLang 0.5.21 has it; `test_sglang_families.py` starts engines of the others."""
     for architecture in FAMILIES.keys() - {"GlmForCausalLM"}:
-        check_architecture(architecture)
+        check_model({"architectures": [architecture]})
     with pytest.raises(EngineError, match=r"SGLang \d+\.\d+.*GlmForCausalLM"):
-        check_architecture("GlmForCausalLM")
+        check_model({"architectures": ["GlmForCausalLM"]})
 
 
 @pytest.mark.parametrize(

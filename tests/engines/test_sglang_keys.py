@@ -61,7 +61,8 @@ def test_each_server_gets_only_its_own_key_also_through_the_router(tmp_path: Pat
         return handle
 
     async def use(urls: list[str]) -> None:
-        endpoints.set_api_keys(dict(zip(urls, ("first-key", "second-key"))))
+        for url, key in zip(urls, ("first-key", "second-key")):
+            endpoints.set_api_key(url, key)
         async with SGLangClient([urls[0]]) as client:
             await client.generate([1], {})
         async with SGLangClient(["http://127.0.0.1:9"], num_tries=1) as client:
@@ -120,4 +121,4 @@ def test_a_real_engine_answers_401_without_its_key(engine_pool: EnginePool) -> N
     for path in ("/server_info", "/model_info", "/v1/models"):
         assert [status(url + path, given) for given in (None, "guess", key)] == [401, 401, 200], path
     assert control.weight_version(url) and control.generates_tokens(url)
-    assert key not in read_log_tail(Path(engine_pool._replicas[0]._log), 200)
+    assert key not in read_log_tail(Path(engine_pool.replicas[0]._log), 200)

@@ -57,7 +57,7 @@ def test_publish_changes_weights_and_version(
 ) -> None:
     SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/1")
     first = sample(engine_pool)
-    assert [replica.weight_version() for replica in engine_pool._replicas] == ["test/1"]
+    assert [replica.weight_version() for replica in engine_pool.replicas] == ["test/1"]
     assert {v for g in first for v, _ in g.weight_versions} == {"test/1"}
     assert {g.finish_reason for g in first} == {"length"}
     assert len({tuple(g.token_ids) for g in first}) > 1  # samples of a group differ
@@ -72,7 +72,7 @@ def test_publish_changes_weights_and_version(
     over_disk = WeightTransport("disk", model_path=str(tiny_model), directory=str(tmp_path))
     SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/3", over_disk)
     third = sample(engine_pool)
-    assert {v for g in third for v, _ in g.weight_versions} == {"test/3"} == {engine_pool._replicas[0].weight_version()}
+    assert {v for g in third for v, _ in g.weight_versions} == {"test/3"} == {engine_pool.replicas[0].weight_version()}
     assert worst_difference(tiny_model, third) < TOLERANCE
     assert not list(tmp_path.iterdir())
 
@@ -96,20 +96,20 @@ def test_an_external_engine_gets_weights_and_survives_the_pool(
 
 
 def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path) -> None:
-    assert not restart_dead_engines(engine_pool._replicas)
-    old = engine_pool._replicas[0].place().pid
+    assert not restart_dead_engines(engine_pool.replicas)
+    old = engine_pool.replicas[0].place().pid
     family = psutil.Process(old).children(recursive=True)
     os.kill(old, signal.SIGKILL)
     psutil.wait_procs(family, timeout=10)
     assert not any(child.is_running() for child in family)
-    assert restart_dead_engines(engine_pool._replicas)
-    assert [replica.weight_version() for replica in engine_pool._replicas] == ["default"]
+    assert restart_dead_engines(engine_pool.replicas)
+    assert [replica.weight_version() for replica in engine_pool.replicas] == ["default"]
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
 def test_a_hung_scheduler_is_unhealthy_although_the_server_answers(engine_pool: EnginePool) -> None:
     url = engine_pool.urls[0]
-    family = psutil.Process(engine_pool._replicas[0].place().pid).children(recursive=True)
+    family = psutil.Process(engine_pool.replicas[0].place().pid).children(recursive=True)
     assert control.generates_tokens(url, timeout=30)
     for child in family:
         child.suspend()

@@ -164,7 +164,7 @@ def test_release_of_memory_waits_for_starting_engines_and_skips_engines_that_can
         check_alive=lambda: None, find_actor=lambda name: None, place_processes=lambda *sizes: []
     )
     pool = EnginePool(cluster, ServerSpec(model_path="/model"), num_engines=0)
-    pool._replicas = list(world.engines)
+    pool.replicas = list(world.engines)
     starting, failing = world.engines
     failing.starts = False
     starting.kill()

@@ -99,7 +99,7 @@ def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None
     model = REAL_MODELS[name]
     shape, reference = model.shape, meta_model(model)
     layout, expected = tensor_layout(shape), hub_shapes(reference)
-    assert layout.hf_names() == set(expected)
+    assert layout.hf_shapes.keys() == set(expected)
     assert layout.hf_shapes == expected
     # one op for all experts of a layer: the first and the last show it
     shown = (".local_experts.0.", f".local_experts.{shape.experts.num_experts - 1}.") if shape.experts else ()
@@ -217,4 +217,4 @@ def test_dense_layers_are_counted_in_every_spelling(checkpoints: dict[str, Path]
         shape = shape_from_config(config)
         assert shape.experts and shape.experts.num_dense_layers == 2
     dense = shape_from_config(moonlight | {"first_k_dense_replace": 4})
-    assert dense.experts is None and not any("experts" in name for name in tensor_layout(dense).hf_names())
+    assert dense.experts is None and not any("experts" in name for name in tensor_layout(dense).hf_shapes)

@@ -64,17 +64,17 @@ def test_vocabulary_padding_is_removed() -> None:
 def test_round_trip_of_every_tensor_is_exact(checkpoints: dict[str, Path], name: str) -> None:
     layout, hf = tensor_layout(read_shape(checkpoints[name])), load_file(checkpoints[name] / "model.safetensors")
     carried = {hf_name for hf_name in hf if layout.is_untrained(hf_name)}
-    assert layout.hf_names() == set(hf) - carried and bool(carried) == name.endswith("mtp")
+    assert layout.hf_shapes.keys() == set(hf) - carried and bool(carried) == name.endswith("mtp")
     back: dict[str, torch.Tensor] = {}
     for megatron in layout.megatron_names():
         back |= layout.to_hf(megatron, layout.to_megatron(megatron, hf.__getitem__))
-    assert back.keys() == layout.hf_names()
+    assert back.keys() == layout.hf_shapes.keys()
     assert all(torch.equal(back[key], hf[key]) and back[key].dtype == hf[key].dtype for key in back)
 
 
 def test_a_tied_head_is_a_copy_and_an_untied_one_is_not() -> None:
     tied, untied = layout_of(tied_embeddings=True), layout_of()
-    assert tied.copies == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" not in tied.hf_names()
+    assert tied.copies == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" not in tied.hf_shapes
     assert untied.copies == {} and untied.hf_names_of("output_layer.weight") == ("lm_head.weight",)
 
 

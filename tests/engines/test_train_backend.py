@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.train_backend import MegatronBackend, check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.train_backend import MegatronBackend
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
@@ -65,9 +66,8 @@ def test_pipeline_stage_without_trained_parameters_is_refused() -> None:
     check_frozen_layers(MIXTURE, frozen_parameters(MIXTURE, ["experts", "embedding"], None), 2)
 
 
-def make_engine(shape: ModelShape, frozen: set[str], dtype: str = "fp32", **overrides: Any) -> Any:
-    options = {**OPTIMIZER, "frozen": frozen}
-    return megatron_reference.make_engine(shape, dtype=dtype, optimizer=options, overrides=overrides, seed=3)
+def make_engine(shape: ModelShape, overrides: dict[str, Any] | None = None, **fields: Any) -> Any:
+    return megatron_reference.make_engine(shape, overrides, seed=3, **fields)
 
 
 CHOICES: list[tuple[ModelShape, list[str] | None, list[str] | None, dict[str, Any]]] = [
@@ -96,15 +96,15 @@ def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(
     dtype: str,
     tmp_path: Path,
 ) -> None:
-    frozen = frozen_parameters(shape, freeze, only_train)
-    engine = make_engine(shape, frozen, dtype, **overrides)
+    frozen, choice = frozen_parameters(shape, freeze, only_train), {"freeze": freeze, "only_train": only_train}
+    engine = make_engine(shape, overrides, dtype=dtype, **choice)
     before = engine.digest()
     train(engine, range(2))
     engine.save(tmp_path, {})
     changed = {name for name, value in engine.digest().items() if before[name] != value}
     assert changed == before.keys() - frozen
     expected = train(engine, range(2, 4))
-    other = make_engine(shape, frozen, dtype, **overrides)
+    other = make_engine(shape, overrides, dtype=dtype, **choice)
     other.load(tmp_path)
     other.offload(STATE_KINDS)
     weights = list(other.chunks[0].parameters())
@@ -115,20 +115,19 @@ def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(
 
 @pytest.mark.usefixtures("world")
 def test_recomputed_layers_above_frozen_ones_are_trained() -> None:
-    frozen = frozen_parameters(SHAPE, ["embedding", r"layers\.0\."], None)
-    plain, recomputing = make_engine(SHAPE, frozen), make_engine(SHAPE, frozen, **FULL)
+    frozen = ["embedding", r"layers\.0\."]
+    plain, recomputing = make_engine(SHAPE, freeze=frozen), make_engine(SHAPE, FULL, freeze=frozen)
     assert train(plain, range(2)) == train(recomputing, range(2))
 
 
 @pytest.mark.usefixtures("world")
 def test_gradients_of_trained_parameters_do_not_depend_on_frozen_ones() -> None:
     """The first step of both runs has the same gradients, and no clipping: the trained parameters get the same bits."""
-    frozen = frozen_parameters(SHAPE, ["linear_qkv"], None)
     digests = []
-    for names in (set(), frozen):
-        options = {**OPTIMIZER, "clip_grad": 0.0, "frozen": names}
-        engine = megatron_reference.make_engine(optimizer=options, seed=3)
+    for freeze in (None, ["linear_qkv"]):
+        engine = make_engine(SHAPE, optimizer={**OPTIMIZER, "clip_grad": 0.0}, freeze=freeze)
         digests.append(train(engine, range(1))[2])
+    frozen = frozen_parameters(SHAPE, ["linear_qkv"], None)
     assert {name for name in digests[0] if digests[0][name] != digests[1][name]} == frozen
 
 

@@ -14,9 +14,10 @@ import torch
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Vision
+from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin
 from penstock.engines.megatron.parallel import ParallelLayout
-from penstock.engines.megatron.train_backend import MegatronBackend, frozen_parameters
+from penstock.engines.megatron.train_backend import MegatronBackend
 from penstock.engines.parallel_layout import check_pipeline
 from penstock.engines.training import EngineBuild
 from penstock.storage.errors import DataError, LayoutError, OptionError

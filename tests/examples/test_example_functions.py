@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import re
@@ -12,11 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
+from torch import Tensor
 
 from penstock.flows.config import read_toml, validate_config
 from penstock.stages.plugins import load_function
+from penstock.stages.train.algorithms.experience import TokenFields
+from penstock.stages.train.algorithms.losses import custom_loss
 from penstock.storage.samples.sample import Sample
+from tests.train.ragged import options, sums
+from tests.train.test_policy_losses import made_up, naive_policy_loss, tensors
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -200,6 +207,109 @@ def test_geometry_problems_are_either_trained_or_held_out() -> None:
     split = module("geometry/data.py", "make_problems")["split_problems"]
     train, heldout = ([row["prompt"] for row in rows] for rows in split(random.Random(0)))
     assert len(train) == 300 and len(heldout) == 42 and not set(train) & set(heldout)
+
+
+def naive_example_losses(
+    name: str, new: list[float], at: list[float], known: dict[str, list[float]], lengths: list[int]
+) -> list[float]:
+    """Return the losses of the tokens; `new` is differentiated, `at` has the same numbers for detached terms."""
+    n, starts = len(new), list(itertools.accumulate([0, *lengths]))
+    sample_of = [i for i, length in enumerate(lengths) for _ in range(length)]
+    advantages, mu = known["advantages"], known["rollout_logprobs"]
+    ratios = [math.exp(x - o) for x, o in zip(new, known["old_logprobs"], strict=True)]
+    gaps = [x - m for x, m in zip(at, mu, strict=True)]
+    behaviour = [-math.exp(x - m) * a for x, m, a in zip(new, mu, advantages, strict=True)]
+    mean_a, mean_x = sum(advantages) / n, sum(at) / n
+    covariances = [(a - mean_a) * (x - mean_x) for a, x in zip(advantages, at, strict=True)]
+    samples = [range(start, end) for start, end in itertools.pairwise(starts)]
+    if name == "kl_cov":
+        largest = max(range(n), key=lambda t: covariances[t])
+        return [
+            -r * a + abs(math.log(r)) * (t == largest) for t, (r, a) in enumerate(zip(ratios, advantages, strict=True))
+        ]
+    if name == "vespo":
+        weights = [math.exp(sum(gaps[t] for t in sample)) for sample in samples]
+        powers = [(2, 3) if a >= 0 else (3, 2) for a in advantages]
+        return [
+            -(weights[sample_of[t]] ** p) * math.exp(q * (1 - weights[sample_of[t]])) * advantages[t] * new[t]
+            for t, (p, q) in enumerate(powers)
+        ]
+    if name == "luspo":
+        means = [math.prod(ratios[t] for t in sample) ** (1 / max(len(sample), 1)) for sample in samples]
+        per_token = [
+            max(-means[i] * a, -min(max(means[i], 0.8), 1.2) * a) for i, a in zip(sample_of, advantages, strict=True)
+        ]
+        return [loss * lengths[i] for i, loss in zip(sample_of, per_token, strict=True)]
+    if name == "trust_region_masking":
+        kept = [all(gaps[t] ** 2 / 2 <= 0.05 for t in sample) for sample in samples]
+        assert any(kept) and not all(kept)
+        return [loss * kept[i] for i, loss in zip(sample_of, behaviour, strict=True)]
+    assert name == "m2po"
+    moving = sorted((t for t in range(n) if gaps[t] * advantages[t] > 0), key=lambda t: gaps[t] ** 2)
+    num_moving = len(moving)
+    while moving and sum(gaps[t] ** 2 for t in moving) / len(moving) > 0.04:
+        moving.pop()
+    assert 0 < len(moving) < num_moving
+    return [loss * (t in moving or gaps[t] * advantages[t] <= 0) for t, loss in enumerate(behaviour)]
+
+
+class TestPolicyLosses:
+    functions = module("policy_losses/losses.py", "m2po")
+    lengths = (3, 1, 6, 2, 4)
+
+    def compute(
+        self, name: str, new: list[float], known: dict[str, list[float]], **changed: Any
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss of each token, the gradient of the sum of (1 + t) x loss_t, and the metrics."""
+        logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+        opts = options(custom_loss_function_path=f"{EXAMPLES}/policy_losses/losses.py:{name}", **changed)
+        loss, metrics = custom_loss(logprobs, logprobs, tensors(known), sums(list(self.lengths)), opts)
+        weights = torch.arange(1, len(new) + 1, dtype=torch.float64)
+        return loss.detach(), torch.autograd.grad((weights * loss).sum(), logprobs)[0], metrics
+
+    @pytest.mark.parametrize("name", ["kl_cov", "vespo", "luspo", "trust_region_masking", "m2po"])
+    def test_loss_and_its_gradient_equal_a_plain_loop(self, name: str) -> None:
+        for seed in range(3):
+            new, known, _ = made_up(seed, list(self.lengths), spread=0.25)
+            loss, gradient, _ = self.compute(name, new, known)
+            expected = naive_example_losses(name, new, new, known, list(self.lengths))
+            torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+            for t in range(len(new)):
+                totals = []
+                for step in (1e-6, -1e-6):
+                    moved = [x + step * (i == t) for i, x in enumerate(new)]
+                    losses = naive_example_losses(name, moved, new, known, list(self.lengths))
+                    totals.append(sum((1 + i) * x for i, x in enumerate(losses)))
+                assert gradient[t].item() == pytest.approx((totals[0] - totals[1]) / 2e-6, rel=1e-5, abs=1e-5)
+
+    def test_clip_cov_drops_one_token_of_ppo_whose_covariance_is_within_the_bounds(self) -> None:
+        new, known, _ = made_up(0)  # four tokens are within the bounds, of which PPO clips the second
+        loss, gradient, metrics = self.compute("clip_cov", new, known)
+        dropped = metrics["train/cov_clipfrac"].nonzero().flatten().tolist()
+        advantages, at = known["advantages"], new
+        mean_a, mean_x = sum(advantages) / len(new), sum(at) / len(new)
+        covariances = [(a - mean_a) * (x - mean_x) for a, x in zip(advantages, at, strict=True)]
+        ppo = naive_policy_loss(new, new, known, [0.0] * len(new), options(), list(self.lengths))
+        assert len(dropped) == 1 and 1 < covariances[dropped[0]] < 5
+        assert metrics["train/pg_clipfrac"][dropped[0]] == 0 and gradient[dropped[0]] == 0
+        assert loss.tolist() == pytest.approx([x * (t not in dropped) for t, x in enumerate(ppo)], rel=1e-12)
+        assert torch.equal(self.compute("clip_cov", new, known)[0], loss), "the choice is the same in a replay"
+
+    @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "vespo", "luspo", "trust_region_masking", "m2po"])
+    @pytest.mark.parametrize("gap", [500.0, -500.0, 0.0])
+    def test_limits_are_finite_and_a_micro_batch_may_be_empty(self, name: str, gap: float) -> None:
+        new, known, _ = made_up(0, list(self.lengths))
+        for field in ("old_logprobs", "rollout_logprobs"):
+            known[field] = [x - gap for x in new]
+        loss, gradient, metrics = self.compute(name, new, known)
+        assert loss.isfinite().all() and gradient.isfinite().all()
+        assert all(values.isfinite().all() for values in metrics.values())
+        known["advantages"] = [0.0] * len(new)
+        if name != "kl_cov":  # its penalty does not depend on the advantages
+            assert not self.compute(name, new, known)[1].any()
+        none = torch.zeros(0, requires_grad=True)
+        fields = TokenFields(none.detach(), none.detach())
+        self.functions[name](none, none, fields, sums([0]), options())[0].sum().backward()
 
 
 def test_process_of_an_environment_answers_out_of_order_and_may_die(tmp_path: Path) -> None:

@@ -25,11 +25,13 @@ from penstock.flows.options.flags import (
     split_flags,
     update_config_from_argv,
 )
+from penstock.flows.options.partners import check_rewards_of_estimator
 from penstock.flows.options.paths import FILES, FUNCTIONS
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runner import ObservedFlow
+from penstock.stages.rewards.outcome import Outcome
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
@@ -276,6 +278,10 @@ def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> Non
             "--eval-interval, --eval-top-p have no effect without a data set: --eval-prompt-data or --eval-config",
         ),
         ("--gamma 0.9", "--gamma has no effect without --advantage-estimator ppo or reinforce_plus_plus"),
+        (
+            "--disable-grpo-std-normalization --advantage-estimator rloo",
+            "--disable-grpo-std-normalization has no effect without --advantage-estimator grpo, gspo, cispo or gdpo",
+        ),
         ("--critic-lr 1e-5", "--critic-lr has no effect without a critic: --advantage-estimator ppo"),
         ("--max-turns 3", "--max-turns has no effect without --custom-generate-function-path"),
         ("--tis-clip 3", "--tis-clip has no effect without --use-tis or --get-mismatch-metrics"),
@@ -285,6 +291,44 @@ def test_option_without_its_partner_is_named_once(flags: str, warning: str) -> N
     from penstock.flows.options.partners import options_without_partner
 
     assert list(options_without_partner(parse_config(flags.split()))) == [warning]
+
+
+GDPO = "--advantage-estimator gdpo --gdpo-reward-weights right=1 short=0.5"
+
+
+@pytest.mark.parametrize(
+    ("flags", "rewards", "message"),
+    [
+        ("--advantage-estimator maxrl", [{"reward": 1.0}, {"reward": -0.5}], "a reward may be -0.5"),
+        ("--advantage-estimator maxrl --overlong-buffer-len 9", [], "a reward may be -1"),
+        (f"{GDPO} --custom-reward-post-process-path x.py", [], "omit --custom-reward-post-process-path"),
+        (f"{GDPO} --overlong-buffer-len 9", [], "add overlong_penalty=1 to the weights"),
+        (f"{GDPO} overlong_penalty=1", [], "names 'overlong_penalty', but .* right, short"),
+        (GDPO, [{"right": 1.0, "short": 0.0}, {"right": 1.0}], "names 'short', but .* are right: name only"),
+        (GDPO, [{}], "names 'right', but .* are not given: name only"),
+    ],
+)
+def test_rewards_that_the_estimator_cannot_use_are_refused(
+    flags: str, rewards: list[dict[str, float]], message: str
+) -> None:
+    outcomes = [Outcome(reward=parts.get("reward", 1.0), rewards=parts) for parts in rewards]
+    with pytest.raises(OptionError, match=message):
+        check_rewards_of_estimator(parse_config(flags.split()), outcomes)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--advantage-estimator grpo --overlong-buffer-len 9",
+        "--advantage-estimator maxrl",
+        "--advantage-estimator maxrl --overlong-buffer-len 9 --disable-rewards-normalization",
+        f"{GDPO} overlong_penalty=1 --overlong-buffer-len 9",
+    ],
+)
+def test_rewards_that_the_estimator_can_use_are_accepted(flags: str) -> None:
+    failed, graded = Outcome(error="none"), Outcome(reward=0.5, rewards={"right": 1.0, "short": 0.0, "more": 2.0})
+    outcomes = [failed] if "maxrl" in flags else [failed, graded]
+    check_rewards_of_estimator(parse_config(flags.split()), outcomes)
 
 
 def test_options_with_their_partners_give_no_warning() -> None:

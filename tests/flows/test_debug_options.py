@@ -80,7 +80,7 @@ def test_each_half_runs_alone_and_an_ordinary_start_continues(
     assert "round 1 (2/2)  reward" in output and "loading the starting weights" not in output  # no trainer
     versions = [(store.committed(KEYS.rollout_prefix(r)) or Commit(kind="rollout")).policy_version for r in range(2)]
     assert versions == [0, 0] and store.committed(KEYS.step_prefix(0)) is None
-    assert "1 rollouts of the start weights" in penstock("verify", "r", *place, env=prefect_api).stdout
+    assert "1 rollouts generated with the initial weights" in penstock("verify", "r", *place, env=prefect_api).stdout
     assert "--debug-train-only" in train("--num-rollout", "2", check=False)  # an ordinary start is refused
 
     servers = len(list(logs.glob("sglang-*")))

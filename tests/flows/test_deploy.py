@@ -430,6 +430,8 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
         process.kill()
     assert until(lambda: (name := state(client, killed)) not in ("Running", "Pending") and name, log) == "Crashed"
     assert until(lambda: state(client, victim) == "Crashed", log), "the automation has not noticed it"
+    [short] = client.read_automations_by_name(FOR_THIS_TEST)
+    client.delete_automation(short.id)  # flow runs send a heartbeat every 30 s only
 
     # second firing: the same target, and the server dies meanwhile
     second = fire(client, title)
@@ -510,7 +512,7 @@ def test_killed_flow_run_is_run_again_at_three_stages(
     assert tags == [[], ["retry:1/3"], ["retry:2/3"], ["retry:3/3"]]
     assert "next start resumes after 2 rounds" in runs[2].state.message
     [page] = [a for a in client.read_artifacts() if a.key == "run-k" and str(a.flow_run_id) == str(runs[3].id)]
-    assert "retry 3 of 3, " in str(page.data)
+    assert page.description.startswith("retry 3 of 3, round 2, reward ")
     store, keys = Store(str(tmp_path / "store")), RunKeys("k")
     assert audit_run(store, keys).problems == []
     trained: Counter[str] = Counter()
@@ -613,7 +615,9 @@ def test_paused_flow_run_continues_and_its_retry_adds_no_rounds(
         until(lambda: flow_runs_of(client, f"sft/{name}")[0].state_name == "Crashed", up[2])
     for process in paused:
         process.resume()
-    until(lambda: [run.state_type for run in flow_runs_of(client, f"sft/{name}")][-1] == StateType.COMPLETED, up[2])
+    # a retry is scheduled only if the page called the silent flow run crashed, which a paused server may not do
+    least = 1 if pauses_server else 2
+    until(lambda: [run.state_name for run in flow_runs_of(client, f"sft/{name}")].count("Completed") >= least, up[2])
     store, keys = Store(str(tmp_path / "store")), RunKeys(name)
     until(lambda: read_starts(store, keys)[-1][1], up[2])
     states, rounds = states_and_rounds(client, tmp_path, name)
@@ -658,13 +662,16 @@ def flow_processes(up: psutil.Process) -> list[psutil.Process]:
     return worker.children(recursive=True)
 
 
+FOR_THIS_TEST = "for this test"  # name of an automation
+
+
 def synthetic_zombie(client: SyncPrefectClient, address: str) -> Any:
     """A flow run that says it is alive once and then never again; the automation, with a short window, must find it."""
     from prefect import flow
     from prefect.events import emit_event
     from prefect.states import Running
 
-    deploy.ensure_zombie_automation(address, after=timedelta(seconds=10), name="for this test")
+    deploy.ensure_zombie_automation(address, after=timedelta(seconds=10), name=FOR_THIS_TEST)
 
     @flow(name="sft")
     def gone() -> None:

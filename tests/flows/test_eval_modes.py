@@ -34,15 +34,15 @@ KEYS = RunKeys("r")
 def pool_of(num_engines: int) -> EnginePool:
     pool = object.__new__(EnginePool)
     pool._lock, pool.listener, pool._split_off = threading.RLock(), print, []
-    pool._replicas = [SimpleNamespace(known_url=f"http://{n}", place=lambda n=n: n) for n in range(num_engines)]  # type: ignore[misc]
+    pool.replicas = [SimpleNamespace(known_url=f"http://{n}", place=lambda n=n: n) for n in range(num_engines)]  # type: ignore[misc]
     return pool
 
 
 def test_split_moves_the_last_engines_to_another_pool() -> None:
     pool = pool_of(3)
     other = pool.split(1)
-    assert [replica.known_url for replica in pool._replicas] == ["http://0", "http://1"]
-    assert [replica.known_url for replica in other._replicas] == ["http://2"]
+    assert [replica.known_url for replica in pool.replicas] == ["http://0", "http://1"]
+    assert [replica.known_url for replica in other.replicas] == ["http://2"]
     assert other._lock is not pool._lock and other.listener is not pool.listener
     assert pool.places(["http://0", "http://2"]) == {"http://0": 0, "http://2": 2}
     with pytest.raises(EngineError, match="leaves no engine for rollouts"):

@@ -82,7 +82,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     assert (commit.run, commit.inputs) == ("f", {"rollout": commit_key(keys.rollout_prefix(2))})
     assert commit.model_copy(update={"run": "r", "inputs": original.inputs, "digest": original.digest}) == original
     record = read_run_record(store, keys)
-    assert record.parent.model_dump(exclude={"config", "discard_responses"}) == {
+    assert record.parent.model_dump(exclude={"config", "discard_responses", "num_reused"}) == {
         **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}
     }
     assert "store_options" not in record.parent.config["run"], "credentials are not written down"

@@ -52,7 +52,15 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
     assert "\n" not in warning and len(warning) <= 300
 
 
-@pytest.mark.parametrize(("options", "expected"), [([], True), (["--advantage-estimator", "ppo"], False)])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], True),
+        (["--advantage-estimator", "ppo"], False),
+        (["--advantage-estimator", "maxrl"], True),
+        (["--advantage-estimator", "gdpo", "--gdpo-reward-weights", "right=1"], False),
+    ],
+)
 def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, options: list[str], expected: bool) -> None:
     store, warnings = Store(str(tmp_path)), list[str]()
     words = ["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options]

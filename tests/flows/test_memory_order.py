@@ -134,7 +134,7 @@ class World:
 
     def start_pool(self, *_: Any) -> EnginePool:
         pool = EnginePool(self.cluster, ServerSpec(model_path="/model"), num_engines=0)
-        pool._replicas = [self.engine]
+        pool.replicas = [self.engine]
         return pool
 
     def start_trainer(self) -> None:

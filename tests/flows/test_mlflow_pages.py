@@ -48,6 +48,9 @@ def link(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         server.stop()
 
 
+REWARD_COLUMN = "document.querySelector('[col-id*=\"1 reward\"]').getBoundingClientRect().toJSON()"
+
+
 class Tour:
     """Clicks through MLflow's pages, and checks on each that the view is "Model training"."""
 
@@ -86,14 +89,14 @@ class Tour:
 def test_the_lineage_can_be_followed_from_the_printed_link(link: str) -> None:
     with browser() as page:
         page.call("Emulation.setDeviceMetricsOverride", width=1100, height=760, deviceScaleFactor=1, mobile=False)
-        page.call(
-            "Page.addScriptToEvaluateOnNewDocument",
-            source="localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')",
-        )
         tour = Tour(page)
         page.open(link)
         tour.expect("penstock.rounds", "at a glance/1 reward")  # columns of the stored view
-        assert "convert-abc" not in page.evaluate("document.body.innerText"), "conversions are children of runs"
+        text = page.evaluate("document.body.innerText")
+        assert "convert-abc" not in text, "conversions are children of runs"
+        assert "Welcome to MLflow Assistant" not in text, "it would hide the columns"
+        shown = page.evaluate(REWARD_COLUMN)
+        assert shown["right"] < 1100 - 40, "the reward is in sight"
         tour.save("mlflow-runs")
 
         tour.follow("r", "base model: base-abc", "forks: f at round 3")

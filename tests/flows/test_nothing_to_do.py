@@ -7,16 +7,19 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.flows import convert, replay
 from penstock.flows.commands.start import resume_main
+from penstock.flows.config import PostTrainConfig
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import prefect_api, runner
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import completion_of, create_run_record
+from penstock.flows.tasks import convert_unless_unchanged
 from penstock.stages.convert.targets import is_conversion_of
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.commit import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
@@ -217,6 +220,33 @@ def test_model_whose_files_were_written_again_is_not_recognized(
     assert is_conversion_of(converted, model, str(copy))
     os.utime(copy / "config.json", (1, 1))
     assert not is_conversion_of(converted, model, str(copy))
+
+
+class NewRun:
+    """The session of the run `new`, which has recorded no model."""
+
+    def __init__(self, store: Store) -> None:
+        self.run = SimpleNamespace(store=store, keys=RunKeys("new"))
+        self.config, self.processes, self.lines = PostTrainConfig(), self, []
+        self.display = SimpleNamespace(note=self.lines.append, note_wait=self.lines.append)
+
+    @property
+    def cluster(self) -> None:
+        start_something()
+
+
+def test_new_run_uses_the_conversion_of_another_run_without_ray(
+    converted: Store, tiny_model: Path, other_tiny_model: Path, tmp_path: Path
+) -> None:
+    session, model = NewRun(converted), convert_hf(converted, tiny_model)
+    saved = str(tmp_path / "saved")
+    convert_hf(converted, tiny_model, options=ConversionOptions(save=saved))
+    for path in (str(tiny_model), saved):
+        assert convert_unless_unchanged(session, "base", path) == model  # type: ignore[arg-type]
+        assert session.lines.pop() == f"the store has {path} converted" and not session.lines
+    with pytest.raises(Started):
+        convert_unless_unchanged(session, "base", str(other_tiny_model))  # type: ignore[arg-type]
+    assert session.lines == [f"converting {other_tiny_model}"]
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from penstock.flows.runtime.display import Display
-from penstock.flows.terminal.console import can_redraw
+from penstock.flows.terminal import panel as panel_module
+from penstock.flows.terminal.console import WaitReminder, can_redraw
 from penstock.flows.terminal.lines import sparkline
 from penstock.flows.terminal.panel import Panel, describe_machine, end_wait, format_duration, show_wait
 from penstock.storage.commit import Commit
@@ -189,6 +193,7 @@ def test_what_a_command_waits_for_is_erased_on_a_terminal_and_printed_in_a_pipe(
     show_wait("checking", only_on_terminal=True)
     first, second = pipe.getvalue().splitlines()
     assert first == "· loading Prefect" and '"run": "r"' in second and '"message": "opening the run"' in second
+    end_wait()
 
 
 def test_first_start_of_a_stage_says_in_a_pipe_what_it_waits_for() -> None:
@@ -198,7 +203,94 @@ def test_first_start_of_a_stage_says_in_a_pipe_what_it_waits_for() -> None:
         with display.stage(name, 0):
             display.note_wait("waiting for the trainer")
     waits = [line for line in out.getvalue().splitlines() if line.startswith("· ")]
-    assert len(waits) == 3 and all(word in line for word, line in zip(("/models/tiny", "trainer", "engines"), waits))
+    assert len(waits) == 2 and all(word in line for word, line in zip(("trainer", "engines"), waits))
+
+
+# ---- waits in a pipe or a log ----------------------------------------------------------------------------------------
+
+
+class FakeTime(threading.Event):
+    """A clock that jumps to the end of each wait, runs the events before it, and stops at the time `end`."""
+
+    def __init__(self, end: float, events: dict[float, Callable[[], object]]) -> None:
+        super().__init__()
+        self.now, self.end, self.events = 0.0, end, events
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Set the clock to the end of the wait, after the events until then."""
+        until = self.now + (timeout or 0.0)
+        for at in sorted(at for at in self.events if at <= until):
+            self.now = max(self.now, at)
+            self.events.pop(at)()
+        self.now = until
+        return self.is_set() or self.now > self.end
+
+
+def reminders(end: float, events: dict[float, tuple[str, float] | None], *, stop: float = 1e9) -> list[str]:
+    """Return the lines of a reminder until the time `end` of a run whose current wait changes as in `events`."""
+    current: list[tuple[str, float] | None] = [None]
+    lines: list[str] = []
+    clock = FakeTime(end, {at: partial(current.__setitem__, 0, wait) for at, wait in events.items()})
+    clock.events[stop] = clock.set
+    reminder = WaitReminder(lambda: current[0], lines.append, lambda: clock.now, clock)
+    reminder.thread.join(timeout=60)
+    assert not reminder.thread.is_alive()
+    return lines
+
+
+def test_wait_is_repeated_every_30_seconds_with_its_duration() -> None:
+    assert reminders(110, {5: ("converting tiny", 5), 105: None}) == [
+        *("still converting tiny, 30 s", "still converting tiny, 1 min 0 s", "still converting tiny, 1 min 30 s")
+    ]
+    assert reminders(200, {0: ("a", 0.0), 29: ("b", 29), 40: ("c", 40), 80: None, 90: ("d", 90)}) == [
+        *("still c, 30 s", "still d, 30 s", "still d, 1 min 0 s", "still d, 1 min 30 s")
+    ]
+    old = {10: ("waiting", 10), 50: ("in rollout", 11.0)}  # the second one was shown late
+    assert reminders(80, old) == ["still waiting, 30 s", "still in rollout, 1 min 0 s"]
+
+
+def test_reminder_ends_with_the_wait() -> None:
+    assert reminders(1000, {0: ("converting", 0.0)}, stop=70) == [
+        "still converting, 30 s",
+        "still converting, 1 min 0 s",
+    ]
+    reminder = WaitReminder(lambda: None, pytest.fail)
+    reminder.stop()
+    reminder.thread.join(timeout=60)
+    assert not reminder.thread.is_alive()
+
+
+def test_log_repeats_what_a_run_waits_for_until_its_first_round() -> None:
+    out = io.StringIO()
+    display = Display("my-run", "train", config(), "/store", console=Console(file=out))
+    reminder = display._reminder
+    assert reminder is not None and reminder._current() is None
+    with display.stage("rollout", 0), display.progress("rollout, round 0: samples", "rollout") as update:
+        assert reminder._current()[0] == "waiting for the engines (they load the model)"  # type: ignore[index]
+        update(12, 64)
+        assert reminder._current()[0] == "in rollout, round 0: samples 12/64"  # type: ignore[index]
+        reminder._print_line("still waiting")
+    with display.stage("train", 0):
+        assert reminder._current()[0] == "in train, round 0" and reminder.thread.is_alive()  # type: ignore[index]
+    display.print_commit(Commit(kind="step", index=0, policy_version=1, summary={"train/loss": 1.0}))
+    reminder.thread.join(timeout=60)
+    assert not reminder.thread.is_alive() and "· still waiting\n" in out.getvalue()
+    assert display.panel.messages["info"][-1][1] != "still waiting"  # the live page shows activities by itself
+
+
+def test_wait_of_a_command_is_repeated_in_a_pipe_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    show_wait("loading Prefect")
+    [first] = panel_module._reminders
+    show_wait("opening the run", run="r", as_json=True)
+    [second] = panel_module._reminders
+    second._print_line("still opening")
+    end_wait()
+    for reminder in (first, second):
+        reminder.thread.join(timeout=60)
+        assert not reminder.thread.is_alive()
+    assert not panel_module._reminders and '"message": "still opening"' in pipe.getvalue().splitlines()[-1]
 
 
 def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:

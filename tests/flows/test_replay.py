@@ -11,6 +11,7 @@ from penstock_command import penstock
 from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
+from penstock.flows.cli import main
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import check_replay, parse_own_flags
@@ -76,7 +77,7 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
         {
             "run": {"run": KEYS.run, "num_rollout": NUM_ROUNDS},
             "convert": {"hf_checkpoint": "/nowhere"},
-            "train": {"lr": 1e-3, "num_steps_per_rollout": 2, "trainer_threads": 1},
+            "train": {"lr": 1e-3, "num_steps_per_rollout": 2, "trainer_threads": 1, "keep_step_logprobs": True},
             "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4},  # 16 trajectories, two optimizer steps
         }
     )
@@ -123,6 +124,19 @@ def test_trained_tokens_of_a_round_give_its_metrics(store: Store) -> None:
         means = [sum(values) / len(values) for values in gaps.values()]
         metric = step.summary["train/train_rollout_logprob_abs_diff"]
         assert sum(means) / len(means) == pytest.approx(metric, rel=1e-4)
+
+
+@pytest.mark.integration
+def test_exported_round_recomputes_the_losses_of_the_run(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "round.parquet"
+    assert main(["export", KEYS.run, "--round", "1", "--output", str(file), "--store", store.root]) == 0
+    assert main(["samples", str(file), "--explain", "1-7"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("all optimizer steps are recomputed") == 2 and "DIFFERS" not in out
+    step = store.committed(KEYS.step_prefix(1))
+    assert step is not None and out.count("  loss: ") == 2 * len(step.state["steps"]) == 4
 
 
 def penstock_replay(store: Store, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from penstock.flows.cli import main
 from penstock.flows.inspect import watch
 from penstock.flows.inspect.watch import RemotePanel, WatchedRuns, serving_run, watch_in_terminal
 from penstock.storage.commit import Commit, RunKeys, commit_key
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history import commit_feed
 from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.history.run_status import RunStatus
@@ -147,6 +147,56 @@ def test_link_is_printed_to_a_terminal_and_otherwise_written_to_a_private_file(
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     assert watch.main(["--store", store.root]) == 0
     assert terminal.getvalue().startswith("watch  http://127.0.0.1:") and "/open/" in terminal.getvalue()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(watch, "time", clock)
+    return clock
+
+
+class FakeClock:
+    """The time module of `penstock watch`. `at`: what happens after that many seconds of sleep."""
+
+    def __init__(self) -> None:
+        self.now, self.at = 0.0, dict[float, Callable[[], object]]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.at.pop(self.now, lambda: None)()
+
+
+def test_run_that_was_just_started_is_awaited(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the run nor its store exists when the command starts."""
+    monkeypatch.chdir(tmp_path)
+    data = write_data(tmp_path / "data.jsonl")
+
+    def start_run() -> None:
+        store = Store(str(tmp_path / "work" / "penstock-store"))
+        make_run(store, config_of(store, data), 0)
+
+    clock.at[3.0] = start_run
+    assert watch.store_with_run([], "r").root == str(tmp_path / "work" / "penstock-store") and clock.now == 3.0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("· waiting up to 60 s for run r, which store ")
+
+
+def test_wrong_name_is_refused_after_a_minute(store: Store, clock: FakeClock) -> None:
+    with pytest.raises(RunError, match=r"has no run 'ghost' \(it has: r\)"):
+        watch.main(["ghost", "--store", store.root])
+    assert clock.now == 60.0
+    with pytest.raises(RunError, match=r"has no run '\.\./r'"):
+        watch.main(["../r", "--store", store.root])
+    store.delete([KEYS.record])
+    with pytest.raises(RunError, match=r"has commits, but .* is missing"):
+        watch.main(["r", "--store", store.root])
+    assert clock.now == 60.0  # only a run without any file may be new
 
 
 def test_taken_port_is_refused(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

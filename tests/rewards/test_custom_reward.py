@@ -447,6 +447,12 @@ def test_true_is_the_reward_1() -> None:
         assert parse_reward(value, None, "f") == Outcome(reward=1.0)
 
 
+@pytest.mark.parametrize("key", ["train_reward", "overlong_penalty"])
+def test_component_that_an_option_sets_is_refused(key: str) -> None:
+    error = parse_reward({"score": 1.0, key: 0.0}, "score", "f").request_error
+    assert error is not None and f"the key {key!r}, which is reserved for --" in error
+
+
 @pytest.mark.parametrize(
     "value",
     [

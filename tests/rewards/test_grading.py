@@ -157,6 +157,7 @@ def test_rm_type_of_a_row_selects_its_reward() -> None:
 
 HANGING = {
     "a reward": """
+import threading
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import RewardSettings
 from penstock.storage.samples.sample import Sample
@@ -168,7 +169,8 @@ grader.submit(Sample("1", "g", "1", 0, response="hang in C"))
 import pathlib, threading
 from penstock.stages.rewards.custom_reward import check_custom_reward
 pathlib.Path("{folder}/slow.py").write_text("import time; time.sleep(3600)")
-threading.Thread(target=check_custom_reward, args=("{folder}/slow.py:f",), daemon=True).start()
+options = dict(group_rm=False, rm_model_path=None, timeout=3600.0)
+threading.Thread(target=check_custom_reward, args=("{folder}/slow.py:f",), kwargs=options, daemon=True).start()
 """,
     "a template": """
 import threading
@@ -189,6 +191,7 @@ def test_hanging_process_dies_with_its_parent(what: str, file: Path) -> None:
 import psutil, time
 while not psutil.Process().children():
     time.sleep(0.01)
+    assert threading.active_count() > 1, "the thread that starts the process has failed"
 print(psutil.Process().children()[0].pid, flush=True)
 time.sleep(3600)
 """

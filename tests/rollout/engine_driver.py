@@ -47,7 +47,7 @@ def main(what: str, address: str, model: str, directory: str) -> None:
     seen: dict[str, Any] = {
         "urls": pool.urls,
         "pids": pids_of(pool),
-        "adopted": [replica.adopted for replica in pool._replicas],
+        "adopted": [replica.adopted for replica in pool.replicas],
         "seconds": time.monotonic() - start,
     }
     if what == "resume":
@@ -87,7 +87,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
 
         def kill_one(done: int, total: int) -> None:
             if not killed and done >= total // 4:
-                killed.append(pool._replicas[0].place().pid)
+                killed.append(pool.replicas[0].place().pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         with pool.serving(f"run/{r}", publish) as live:
@@ -114,7 +114,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
                 "after": live(),
                 "killed": killed,
                 "published": published,
-                "versions": [replica.weight_version() for replica in pool._replicas],
+                "versions": [replica.weight_version() for replica in pool.replicas],
                 "seconds": commit.seconds["generate"],
                 "seconds_until_back": time.monotonic() - start,
             }
@@ -127,7 +127,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
 
 
 def pids_of(pool: EnginePool) -> list[int]:
-    return [replica.place().pid for replica in pool._replicas]
+    return [replica.place().pid for replica in pool.replicas]
 
 
 def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:
     pids = pids_of(first)
     second = EnginePool(cluster, first.spec, num_engines=2)
     adopted = (
-        second.urls and [replica.adopted for replica in second._replicas],
+        second.urls and [replica.adopted for replica in second.replicas],
         pids_of(second) == pids,
     )
     try:
-        restart_dead_engines(first._replicas)
+        restart_dead_engines(first.replicas)
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)

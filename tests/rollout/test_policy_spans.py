@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import append_generation, mask_stale_tokens, policy_spans
 from penstock.stages.rollout.prompts.data_source import PromptIntake, RolloutRound, group_by_group_id, is_too_old
 from penstock.stages.rollout.rollout import samples_to_train
-from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.sample import OVERLONG_PENALTY, Sample, Status
 
 STREAMING = RolloutRound("run", 5, policy_version=3, max_staleness=2, updates_in_flight=True)
 
@@ -159,6 +161,23 @@ def test_an_unfinished_group_continues_and_only_its_old_tokens_are_masked() -> N
     [continued], intake = next_groups(group)
     assert [sample.status for sample in continued] == [Status.PENDING] * 2 and intake.num_discarded_tokens == 0
     assert [sample.token_ids for sample in continued] == [[7, 8, 9, 9]] * 2, "the prefix is kept"
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(2, 0.0), (6, 0.0), (7, -0.125), (9, -0.375), (10, -0.5), (13, -0.5)])
+def test_long_responses_get_the_overlong_penalty_once(length: int, penalty: float) -> None:
+    """The penalty grows from 0 at 6 tokens to 0.5 at 10 tokens. Masking stale tokens does not change the length."""
+    sample = new_sample()
+    append_generation(sample, generation(("run/3", 2), ("run/5", length - 2)), STREAMING)
+    sample.status, sample.reward, sample.rewards = Status.COMPLETED, 1.0, {"right": 1.0}
+    failed = replace(new_sample(), status=Status.FAILED, metadata={"error": "no answer"})
+    options: dict[str, Any] = dict(
+        rollout_max_response_len=10, overlong={"overlong_buffer_len": 4, "overlong_penalty_factor": 0.5}
+    )
+    config = RolloutConfig(prompt_data=["p"], partial_rollout=True, mask_offpolicy_in_partial_rollout=True, **options)
+    for _ in range(2):  # a data source may serve the sample again
+        samples_to_train([[sample, failed]], config, RolloutRound("run", 6, policy_version=5))
+        assert sample.reward == 1 + penalty and sample.rewards == {"right": 1.0, OVERLONG_PENALTY: penalty}
+        assert failed.reward is None and failed.rewards == {}
 
 
 @pytest.mark.parametrize(("staleness", "masked", "mask"), [(1, 2, [0, 0, 0, 0, 1]), (0, 0, [0, 0, 0, 0, 1])])

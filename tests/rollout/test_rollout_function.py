@@ -34,7 +34,7 @@ from penstock.stages.train.batching import Batch
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.commit import Commit
 from penstock.storage.errors import PluginError, RunError
-from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status, to_table
+from penstock.storage.samples.sample import OVERLONG_PENALTY, TRAIN_REWARD, Sample, Status, to_table
 from penstock.storage.samples.shards import read_samples
 from tests.rollout.scripted_engine import KEYS, Bench, json_server
 
@@ -316,6 +316,22 @@ def test_function_generates_an_evaluation_whose_rewards_and_metrics_are_recorded
     assert [sample.reward for sample in samples] == [3 + index / 16 for index in range(10)]
     assert commit.summary["eval/numbers"] == pytest.approx(3 + 4.5 / 16)
     assert all(sum(sample.loss_mask) == 2 and sample.group_id.startswith("eval-000003-numbers-") for sample in samples)
+
+
+def test_overlong_penalty_is_recorded_in_rounds_and_not_in_evaluations(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    """Every response has two tokens, the maximum, so each gets the whole penalty."""
+    overlong = {"overlong_buffer_len": 1, "overlong_penalty_factor": 0.25}
+    made = Bench(tmp_path, tokenizer, num_rows=5, rollout_max_response_len=2, overlong=overlong)
+    commit, (_, evaluated) = made.round(0), evaluate(made)
+    samples = list(read_samples(made.store, commit))
+    assert len(samples) == 8 and {sample.response_length for sample in [*samples, *evaluated]} == {2}
+    assert [sample.rewards for sample in samples] == [{OVERLONG_PENALTY: -0.25}] * 8
+    assert {sample.reward for sample in samples} == {-0.25}
+    assert commit.summary["rollout/rewards/overlong_penalty"] == -0.25
+    assert [sample.rewards for sample in evaluated] == [{}] * 10
+    assert {sample.reward for sample in evaluated} == {0.0}
 
 
 def test_rollout_function_with_the_parameter_evaluation_is_the_default(plugin_bench: Any) -> None:

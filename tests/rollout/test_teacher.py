@@ -248,10 +248,10 @@ def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
     first, second = sample(), sample()
     with pool.serving(TEACHER, lambda urls: None) as urls:
         score(lambda: nullcontext(urls), first)
-        [pid] = [replica.place().pid for replica in pool._replicas]
+        [pid] = [replica.place().pid for replica in pool.replicas]
         os.kill(pid, signal.SIGKILL)
         score(lambda: nullcontext(urls), second)
-        [restarted] = [replica.place().pid for replica in pool._replicas]
+        [restarted] = [replica.place().pid for replica in pool.replicas]
     assert first.teacher_logprobs == second.teacher_logprobs and max(first.teacher_logprobs[2:]) < 0
     assert restarted != pid
     server = psutil.Process(restarted)

@@ -46,11 +46,16 @@ def make_run(
         if version in score:
             score_one(store, keys, config, version, reward=float(version))
         if version < rounds:
-            roll_one(store, keys, config, version, identity)
-            step = Commit(kind="step", run=keys.run, index=version, policy_version=version + 1)
-            step.inputs = {"rollout": commit_key(keys.rollout_prefix(version))}
-            store.commit(keys.step_prefix(version), step)
+            train_one(store, keys, roll_one(store, keys, config, version, identity))
     return keys
+
+
+def train_one(store: Store, keys: RunKeys, rollout: Commit) -> Commit:
+    """Commit the step of a round whose samples have no tokens, so that none of them is trained."""
+    step = Commit(kind="step", run=keys.run, index=rollout.index, policy_version=rollout.index + 1)
+    step.inputs = {"rollout": commit_key(keys.rollout_prefix(rollout.index))}
+    step.state = {"sample_uses": [(0, rollout.num_samples())]}
+    return store.commit(keys.step_prefix(rollout.index), step)
 
 
 def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int, identity: str) -> Commit:

@@ -168,6 +168,47 @@ def change_samples(store: Store, prefix: str, change: Callable[[list], list]) ->
     commit_samples(store, prefix, samples, **commit.model_dump(exclude={"files", "attempt"}))
 
 
+def with_tokens(samples: list) -> list:
+    """Give the samples tokens to train on, except the second, whose only token with loss mask 1 is its first, and the
+    third, which has no reward."""
+    masks = [[1, 0, 0] if row == 1 else [0, 1, 1] for row in range(len(samples))]
+    return [
+        replace(sample, token_ids=[1, 2, 3], loss_mask=mask, rollout_logprobs=[0.0] * 3, reward=reward)
+        for sample, mask, reward in zip(samples, masks, [0.25, 0.25, None, *[0.25] * (len(samples) - 3)])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("uses", "sentence"),
+    [
+        ([[2, 1], [0, 2], [2, 3]], None),
+        ([[2, 2], [0, 1], [2, 3]], "sample 1 of its rollout was trained 2 times; it must be 0 times"),
+        ([[2, 1], [0, 1], [2, 4]], "sample 2 of its rollout was trained 2 times; it must be 0 times"),
+        ([[2, 1], [0, 2], [2, 2], [1, 1]], "sample 5 of its rollout was trained 1 times; it must be 2 times"),
+        ([[2, 1], [0, 2], [2, 2]], "says how often 5 samples were trained; its rollout has 6"),
+        ([[2, 8], [0, -2]], "says how often 6 samples were trained; its rollout has 6"),
+        ([2, 0, 2], "does not say how often"),
+        (None, "does not say how often"),
+    ],
+)
+def test_a_step_must_say_how_often_each_sample_was_trained(tmp_path: Path, uses: list | None, sentence: str) -> None:
+    store = Store(str(tmp_path / "store"))
+    data, masking = write_data(tmp_path / "data.jsonl"), ("--rollout-data-postprocess-path", "mask.py:mask")
+    for run, words in (("r", ()), ("masks", masking)):
+        keys = make_run(store, config_of(store, data, run, "--ppo-epochs", "2", *words), 1)
+        change_samples(store, keys.rollout_prefix(0), with_tokens)
+        state = {} if uses is None else {"sample_uses": uses}
+        rewrite(store, keys.step_prefix(0), lambda r, state=state: r.update(state=state, digest=""))
+        rewrite(store, keys.step_prefix(0), lambda r: r.update(digest=record_digest(r)))
+        found = audit_run(store, keys)
+        assert [sentence in problem for problem in found.problems] == ([] if sentence is None else [True])
+        assert found.num_sample_uses == (8 if sentence is None else 0)
+    if sentence is None:  # a user-defined function may mask a whole sample
+        rewrite(store, keys.step_prefix(0), lambda r: r["state"].update(sample_uses=[[0, 4], [2, 2]]))
+        rewrite(store, keys.step_prefix(0), lambda r: r.update(digest=record_digest(r)))
+        assert (audit_run(store, keys).problems, audit_run(store, keys).num_sample_uses) == ([], 4)
+
+
 def renamed(samples: list) -> list:
     return [replace(sample, sample_id=sample.sample_id.replace("000000006", "000000001")) for sample in samples]
 

@@ -62,13 +62,13 @@ def test_a_file_in_place_of_the_directory_is_an_error(write: Callable[[Path, byt
 def test_delete_in_a_directory_that_another_process_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.create(tmp_path / "r" / "drivers" / "a.lease", b"x")
     disk.create(tmp_path / "r" / "drivers" / "b.lease", b"x")
-    remove_if_empty = disk._remove_if_empty
+    remove_if_empty = disk.remove_if_empty
 
     def keep_and_lose(directory: Path) -> bool:
         assert not remove_if_empty(directory), "b.lease exists"
         shutil.rmtree(directory)
         return False
 
-    monkeypatch.setattr(disk, "_remove_if_empty", keep_and_lose)
+    monkeypatch.setattr(disk, "remove_if_empty", keep_and_lose)
     disk.delete([tmp_path / "r" / "drivers" / "a.lease"], tmp_path)
     assert not (tmp_path / "r" / "drivers").exists()

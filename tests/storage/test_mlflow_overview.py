@@ -43,14 +43,14 @@ def test_reward_length_and_speed_of_a_rollout() -> None:
         "x": 1.0,
     }
     rollout = Commit(kind="rollout", index=7, created_at=1e9, summary=summary)
-    assert titles(rollout) == {"1 reward": 0.5, "6 response length": 3.0, "7 tokens per second": 9.0}
+    assert titles(rollout) == {"1 reward": 0.5, "7 response length": 3.0, "3 tokens per second": 9.0}
 
 
 @pytest.mark.parametrize("extra", [{}, {"train/kl_loss": 0.25}])
 def test_kl_of_the_reference_model_else_of_the_old_policy(extra: dict[str, float]) -> None:
     summary = {"train/ppo_kl": 0.5, "train/entropy_loss": 2.0, "train/loss": 1.0, **extra}
     step = Commit(kind="step", created_at=1e9, summary=summary)
-    assert titles(step) == {"3 KL": extra.get("train/kl_loss", 0.5), "5 entropy": 2.0}
+    assert titles(step) == {"4 KL": extra.get("train/kl_loss", 0.5), "6 entropy": 2.0}
 
 
 def test_loss_and_speed_of_training_on_demonstrations() -> None:
@@ -58,7 +58,7 @@ def test_loss_and_speed_of_training_on_demonstrations() -> None:
     demonstrations = Commit(kind="rollout", policy_version=-1, created_at=1e9)
     assert titles(step, ("runs/demo/rollouts/000000.commit.json", demonstrations)) == {
         "1 loss": 1.5,
-        "7 tokens per second": 9.0,
+        "3 tokens per second": 9.0,
     }
     assert titles(step) == {}
 
@@ -75,13 +75,16 @@ def view_columns(client: MlflowClient) -> list[str]:
     assert isinstance(view["name"], str) and isinstance(view["createdAt"], int)
     state = json.loads(view["state"])
     assert set(state["selectedColumns"]) < set(state["columnOrder"]) == set(state["columnWidths"])
+    metrics = [name for name in state["selectedColumns"] if name.startswith("metrics.")]
+    first = ["attributes.`Run Name`", "runDateAndNestInfo"]
+    assert state["columnOrder"] == [*first, *metrics, "tags.`penstock.rounds`", "duration"]
     return state["selectedColumns"]
 
 
 def test_the_view_has_columns_for_the_evaluations_of_all_runs(database: Path, tmp_path: Path) -> None:
     client = MlflowClient(f"sqlite:///{database}")
     track(tmp_path / "one", database, commits())
-    expected = ["1 reward", "2 evaluation heldout", "7 tokens per second"]
+    expected = ["1 reward", "2 evaluation heldout", "3 tokens per second"]
     assert view_columns(client) == [*(f"metrics.`{SECTION}/{name}`" for name in expected), "tags.`penstock.rounds`"]
     other = commits()[-1][1].model_copy(update={"summary": {"eval/a@b": 0.5}})
     track(tmp_path / "two", database, [("runs/demo/evals/000004/a@b.commit.json", other)])

@@ -82,7 +82,7 @@ def add_trained_tokens(store: Store, step: Commit, samples: list[Sample]) -> Com
     attempt = store.new_attempt(f"runs/r/steps/{step.index:06d}")
     with store.writing(attempt) as out:
         ids = pa.chunked_array([[s.sample_id for s in samples]], pa.string())
-        write_trained_tokens(out.path, ids, counts, logprobs, advantages)
+        write_trained_tokens(out.path, ids, counts, {"trainer_logprobs": logprobs, "advantages": advantages})
     return step.model_copy(update={"attempt": attempt, "files": out.files})
 
 

@@ -40,7 +40,7 @@ from penstock.stages.train.batching import Batch
 from penstock.stages.train.build import build_models, load_auxiliary_model, load_initial, resume_models, save_models
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.samples.sample import to_table
-from tests.engines.megatron_reference import replace_by_gradients
+from tests.engines.megatron_reference import make_engine, replace_by_gradients
 from tests.random_rollouts import samples
 
 TOLERANCE = 2e-5  # relative: of metrics, and of gradients and movements of weights to the largest of their tensor
@@ -252,7 +252,7 @@ class Trainer:
         models = self.models if config.uses_critic else replace(self.models, critic=None)
         if not config.uses_reference:
             models = replace(models, reference=None)
-        trained = train_rollout(models, rollout(rollout_id), config, temperature=TEMPERATURE, keep_logprobs=True)
+        trained = train_rollout(models, rollout(rollout_id), config, temperature=TEMPERATURE, keep_tokens=True)
         metrics = [trained.metrics, *trained.steps]
         return {
             "metrics": [
@@ -260,7 +260,7 @@ class Trainer:
             ],
             "gradients": self.gradients,
             "weights": self.weights(),
-            "tokens": {"logprobs": trained.logprobs, "advantages": trained.estimate.advantages},
+            "tokens": {"logprobs": trained.tokens["trainer_logprobs"], "advantages": trained.estimate.advantages},
         }
 
     def weights(self) -> dict[str, Tensor]:
@@ -313,13 +313,10 @@ def prepare(directory: Path, model: str) -> None:
 
 def save_base(directory: Path, model: str) -> None:
     """Save random weights, in which norms, biases and the routers' corrections are random too."""
-    from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.weights import local_parameters
 
-    config = config_of(model, 0, ALONE)
-    engine = MegatronEngine(
-        MODELS[model], dtype="fp32", optimizer=config.optimizer_options, overrides={"init_method_std": 0.12}
-    )
+    options = config_of(model, 0, ALONE).optimizer_options
+    engine = make_engine(MODELS[model], {"init_method_std": 0.12}, optimizer=options)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _, tensor in local_parameters(engine.chunks[0]):

@@ -177,6 +177,7 @@ def describe_cases() -> Iterator[Case]:
     yield from logits()
     yield from on_two_ranks()
     yield from at_bounds()
+    yield from later_rows()
 
 
 def policy_case(options: Options) -> Iterator[Case]:
@@ -273,6 +274,30 @@ def at_bounds() -> Iterator[Case]:
     common: Options = {"num_steps_per_rollout": 2, "rollout": "on policy"}
     for name, options in itertools.product(("grpo", "gspo", "cispo", "ppo"), bounds):
         yield from policy_case({"advantage_estimator": name} | common | options)
+
+
+def later_rows() -> Iterator[Case]:
+    """Yield the losses, estimators and weights that ESTIMATORS and AXES do not have."""
+    rows: list[Options] = [
+        *({"advantage_estimator": "grpo", "policy_loss": name} for name in ("sapo", "gmpo", "dppo_tv", "dppo_kl")),
+        {"advantage_estimator": "grpo", "policy_loss": "sapo", "sapo_tau_pos": 0.5, "sapo_tau_neg": 2.0},
+        {"advantage_estimator": "grpo", "policy_loss": "dppo_kl", "eps_clip": 0.05, "eps_clip_c": 1.5},
+        {"advantage_estimator": "gdpo", "gdpo_reward_weights": {"first": 1.0, "second": -0.5}},
+        {"advantage_estimator": "grpo", "calculate_per_prompt_loss": True},
+        {"advantage_estimator": "grpo", "loss_denominator": 4},
+    ]
+    names = (
+        "ragged",
+        "interleaved",
+        "masked and ungraded",
+        "siblings",
+        "far from the old policy",
+        "overflowing ratios",
+    )
+    for row, name in itertools.product(rows, names):
+        yield from policy_case({"rollout": name, "num_steps_per_rollout": 2} | row)
+    for name in ("binary rewards", "equal rewards"):  # maxrl refuses the negative rewards of the others
+        yield from policy_case({"advantage_estimator": "maxrl", "rollout": name})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,23 +23,27 @@ class Sample:
     group: int
     reward: float
     fields: dict[str, list[float]]
+    components: dict[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
         return len(self.fields["values"])
 
 
-def ragged(seed: int, count: int = 18) -> list[Sample]:
+def ragged(seed: int, count: int = 18, lowest: float = -2.5) -> list[Sample]:
     """Return uneven, interleaved groups; group 7 has one sample, group 8 equal rewards; one sample is fully masked, one
     is not graded."""
-    rng = random.Random(seed)
+    rng, parts = random.Random(seed), random.Random(seed)
     groups = [rng.randrange(5) for _ in range(count)] + [7, 8, 8, 8]
     samples = []
     for i, group in enumerate(groups):
-        reward = 0.9 if group == 8 else rng.choice([0.0, 1.0, 0.3, -2.5])
+        reward = 0.9 if group == 8 else rng.choice([0.0, 1.0, 0.3, lowest])
         length = 0 if i in (2, 5) else rng.randrange(1, 12)
         fields = {name: [rng.gauss(-1.0, 1.0) for _ in range(length)] for name in FIELDS}
-        samples.append(Sample(group, math.nan if i == 5 else reward, fields))
+        components = {"right": reward, "short": 0.7 if group == 8 else parts.gauss(3, 20)}
+        if i == 5:
+            reward, components = math.nan, dict.fromkeys(components, math.nan)
+        samples.append(Sample(group, reward, fields, components))
     return samples
 
 
@@ -51,6 +55,10 @@ def experience(samples: list[Sample]) -> Experience:
         ),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         group_index=torch.tensor([sample.group for sample in samples]),
+        reward_components={
+            name: torch.tensor([sample.components[name] for sample in samples], dtype=torch.float64)
+            for name in samples[0].components
+        },
         **{name: flat(samples, name) for name in FIELDS},
     )
 

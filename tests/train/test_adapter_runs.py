@@ -17,7 +17,8 @@ from penstock.engines.families import read_shape
 from penstock.engines.lora import CONFIG, WEIGHTS, LoraOptions, check_peft_directory, open_peft
 from penstock.stages.convert.exported_adapters import export_peft, import_peft
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.to_hf import Origin, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor, published_tensors
 from penstock.stages.train.build import build_models

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.stages.train.algorithms.advantages import estimate_advantages, whi
 from penstock.stages.train.algorithms.experience import Experience
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.algorithms.returns import discounted_cumsum
+from penstock.storage.errors import RunError
 from tests.train.ragged import FIELDS, Sample, experience, options, ragged
 
 Numbers = list[list[float]]  # per sample, per trained token
@@ -27,8 +29,21 @@ def naive_kl(d: float, kind: str) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": max(-10.0, min(10.0, k3))}[kind]
 
 
+def naive_gdpo(samples: list[Sample], opts: AlgorithmConfig) -> list[float]:
+    """Return the whitened sum of the weighted components; each is normalized as the reward of GRPO."""
+    as_grpo, sums = options(disable_grpo_std_normalization=opts.disable_grpo_std_normalization), [0.0] * len(samples)
+    for name, weight in opts.gdpo_reward_weights.items():
+        alone = [replace(sample, reward=sample.components[name]) for sample in samples]
+        sums = [total + weight * part for total, part in zip(sums, naive_rewards(alone, as_grpo), strict=True)]
+    graded = [total for total, sample in zip(sums, samples, strict=True) if not math.isnan(sample.reward)]
+    mean, variance = statistics.fmean(graded), statistics.variance(graded)
+    return [(total - mean) / math.sqrt(variance + 1e-8) for total in sums]
+
+
 def naive_rewards(samples: list[Sample], opts: AlgorithmConfig) -> list[float]:
     name, rewards = opts.advantage_estimator, []
+    if name == "gdpo":
+        return naive_gdpo(samples, opts)
     for i, sample in enumerate(samples):
         others = [
             s.reward for j, s in enumerate(samples) if j != i and s.group == sample.group and not math.isnan(s.reward)
@@ -42,7 +57,9 @@ def naive_rewards(samples: list[Sample], opts: AlgorithmConfig) -> list[float]:
         else:
             group = [sample.reward, *others]
             centered = sample.reward - statistics.fmean(group)
-            with_std = name != "reinforce_plus_plus_baseline" and not opts.disable_grpo_std_normalization
+            if name == "maxrl":
+                centered /= statistics.fmean(group) + 1e-6
+            with_std = name not in ("reinforce_plus_plus_baseline", "maxrl") and not opts.disable_grpo_std_normalization
             rewards.append(centered / (statistics.stdev(group) + 1e-6) if with_std else centered)
     return rewards
 
@@ -97,15 +114,16 @@ VARIANTS: list[Any] = [
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_equals_a_plain_loop(name: str) -> None:
     for seed, variant in enumerate(VARIANTS):
-        samples, opts = ragged(seed), options(advantage_estimator=name, **variant)
+        samples = ragged(seed, lowest=0.5 if name == "maxrl" else -2.5)
+        opts = options(advantage_estimator=name, gdpo_reward_weights={"right": 1.0, "short": -0.25}, **variant)
         found = estimate_advantages(experience(samples), opts)
         advantages, returns = naive_advantages(samples, opts)
         expected = torch.tensor(list(itertools.chain(*advantages)), dtype=torch.float64)
-        torch.testing.assert_close(found.advantages, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.advantages, expected, rtol=1e-12, atol=1e-12)
         assert (found.returns is None) == (returns is None)
         if returns is not None:
             expected = torch.tensor(list(itertools.chain(*returns)), dtype=torch.float64)
-            torch.testing.assert_close(found.returns, expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(found.returns, expected, rtol=1e-12, atol=1e-12)
         assert all(values.shape == expected.shape for values in found.metrics.values())
         assert ("rollout/kl" in found.metrics) == bool(opts.kl_coef)
         assert ("rollout/opd_reverse_kl" in found.metrics) == (opts.opd is not None)
@@ -113,27 +131,51 @@ def test_every_estimator_equals_a_plain_loop(name: str) -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_order_of_samples_and_names_of_groups_do_not_change_advantages(name: str) -> None:
-    samples = ragged(1)
+    samples = ragged(1, lowest=0.5 if name == "maxrl" else -2.5)
     opts = options(
-        advantage_estimator=name, kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.8, normalize_advantages=True
+        advantage_estimator=name,
+        gdpo_reward_weights={"right": 1.0, "short": -0.25},
+        **dict(kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.8, normalize_advantages=True),
     )
     order = random.Random(0).sample(range(len(samples)), len(samples))
-    shuffled = [Sample(8 - samples[i].group, samples[i].reward, samples[i].fields) for i in order]
+    shuffled = [replace(samples[i], group=8 - samples[i].group) for i in order]
     before = estimate_advantages(experience(samples), opts).advantages.split([sample.length for sample in samples])
     after = estimate_advantages(experience(shuffled), opts).advantages
     torch.testing.assert_close(after, torch.cat([before[i] for i in order]), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("name", [name for name, row in ESTIMATORS.items() if row.group_relative])
 def test_equal_rewards_and_single_samples_give_exactly_zero(name: str) -> None:
-    opts = options(advantage_estimator=name, normalize_advantages=True)
-    for reward in (0.9, 0.1, 1e6 + 0.3, -7.7):
-        groups = (0,) * 8 + (1,) * 3 + (2,)
-        samples = [Sample(group, reward, {field: [0.5] for field in FIELDS}) for group in groups]
+    opts = options(
+        advantage_estimator=name, gdpo_reward_weights={"right": 0.3, "short": 0.7}, normalize_advantages=True
+    )
+    for reward in (0.9, 0.1, 1e6 + 0.3, 0.0 if name == "maxrl" else -7.7):
+        groups, components = (0,) * 8 + (1,) * 3 + (2,), {"right": reward, "short": reward / 3}
+        samples = [Sample(group, reward, {field: [0.5] for field in FIELDS}, components) for group in groups]
         assert not estimate_advantages(experience(samples), opts).advantages.any()
     none = torch.zeros(0)
-    ungraded = Experience(none.long(), torch.tensor([math.nan] * 2), torch.zeros(2).long(), none)
+    nothing = torch.tensor([math.nan] * 2)
+    parts = {"right": nothing, "short": nothing}
+    ungraded = Experience(none.long(), nothing, torch.zeros(2).long(), none, reward_components=parts)
     assert estimate_advantages(ungraded, opts).advantages.shape == (0,)
+
+
+def test_maxrl_refuses_negative_rewards_and_weights_rare_successes_most() -> None:
+    with pytest.raises(RunError, match=r"the reward -2.5, but --advantage-estimator maxrl"):
+        estimate_advantages(experience(ragged(0)), options(advantage_estimator="maxrl"))
+    samples = [Sample(0, float(i == 0), {field: [0.5] for field in FIELDS}) for i in range(8)]
+    found = estimate_advantages(experience(samples), options(advantage_estimator="maxrl")).advantages
+    assert found.tolist() == pytest.approx([7.0] + [-1.0] * 7, rel=1e-5)
+
+
+def test_gdpo_keeps_components_apart_whose_sum_is_equal() -> None:
+    """The sums 2 + 0 and 0 + 2 are equal, so grpo has no signal, but the first component has the larger weight."""
+    parts = [{"right": 2.0, "short": 0.0}, {"right": 0.0, "short": 2.0}]
+    samples = [Sample(0, 2.0, {field: [0.5] for field in FIELDS}, part) for part in parts]
+    opts = options(advantage_estimator="gdpo", gdpo_reward_weights={"right": 2.0, "short": 1.0})
+    found = estimate_advantages(experience(samples), opts).advantages
+    assert found.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert not estimate_advantages(experience(samples), options()).advantages.any()
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.97, 1.0])

@@ -15,7 +15,7 @@ from penstock.stages.train.microbatches import (
     fixed_microbatches,
     split_into_steps,
 )
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.sample import Sample, to_table
 
 
@@ -53,6 +53,19 @@ def test_batch_has_the_data_of_its_samples() -> None:
         assert batch.num_trained_tokens[i] == sum(expected)
         assert (row.reward is None) == np.isnan(batch.rewards[i])
     assert batch.group_index.tolist() == [i // 4 for i in range(30)]
+
+
+def test_batch_has_the_reward_components_that_the_estimator_compares() -> None:
+    rows = samples(8)
+    for i, row in enumerate(rows):
+        row.rewards = {"right": i / 2, "short": -float(i)}  # the row 6 has components, but no reward
+    batch = Batch.from_table(to_table(rows), needs_rewards=True, components=["short", "right"])
+    assert list(batch.reward_components) == ["short", "right"]
+    assert batch.reward_components["right"][:6].tolist() == [i / 2 for i in range(6)]
+    assert np.isnan(batch.reward_components["right"]).tolist() == [i == 6 for i in range(8)]
+    rows[3].rewards = {"right": 1.0}
+    with pytest.raises(RunError, match=r"1 samples .* without the component 'short' of --gdpo-reward-weights"):
+        Batch.from_table(to_table(rows), needs_rewards=True, components=["right", "short"])
 
 
 def test_first_token_of_a_sample_is_never_trained() -> None:

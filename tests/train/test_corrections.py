@@ -37,7 +37,7 @@ def naive(
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_every_correction_equals_a_plain_loop(level: str, mode: str, veto: float | None) -> None:
-    _, known, _ = made_up(1, spread=0.2)
+    _, known, _ = made_up(2, spread=0.2)
     low, high = (0.9, 1.1) if level == "geometric" else (0.7, 1.5)
     opts = options(use_tis=True, tis_level=level, tis_mode=mode, tis_clip_low=low, tis_clip=high, tis_veto=veto)
     old, rollout = (torch.tensor(known[name], dtype=torch.float64) for name in ("old_logprobs", "rollout_logprobs"))
@@ -58,7 +58,7 @@ def test_every_correction_equals_a_plain_loop(level: str, mode: str, veto: float
 
 
 def test_weights_scale_the_policy_gradient_and_a_veto_masks_the_whole_loss() -> None:
-    new, known, entropy = made_up(1)
+    new, known, entropy = made_up(2)
     terms = dict(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3")
 
     def loss(**changed: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

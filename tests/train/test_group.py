@@ -23,7 +23,8 @@ from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.checkpoints.writer import is_weight
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
-from penstock.stages.convert.to_hf import Origin, checkpoint_files, export_hf
+from penstock.stages.convert.targets import Origin
+from penstock.stages.convert.to_hf import checkpoint_files, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
@@ -277,7 +278,7 @@ def test_engine_and_trainer_agree_on_logprobs_after_publishing(world: SimpleName
     store, base, group = world.store, world.base, world.trainer
     PolicyRestorer(store, KEYS, group, base).restore(3)
     group.publish(engine_pool.urls, "run/3")
-    assert [replica.weight_version() for replica in engine_pool._replicas] == ["run/3"]
+    assert [replica.weight_version() for replica in engine_pool.replicas] == ["run/3"]
 
     prompts = [[2, *range(10 + i, 15 + i), 1, 3] for i in range(4)]
     rows = asyncio.run(generated(engine_pool.urls, prompts))

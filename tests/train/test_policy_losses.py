@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms import registry
 from penstock.stages.train.algorithms.experience import TokenFields
 from penstock.stages.train.algorithms.losses import (
     LOSSES,
@@ -36,6 +37,45 @@ def clip(x: float, low: float, high: float) -> float:
     return max(low, min(high, x))
 
 
+def binary_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def naive_token_losses(
+    new: list[float],  # differentiated
+    at: list[float],  # the same numbers, for detached terms
+    old: list[float],
+    advantages: list[float],
+    opts: AlgorithmConfig,
+) -> list[float]:
+    """Return the policy-gradient losses of the tokens of one sample."""
+    name, low, n = opts.policy_loss_name, opts.eps_clip, max(len(new), 1)
+    high = low if opts.eps_clip_high is None else opts.eps_clip_high
+    sequence = math.exp(sum(x - o for x, o in zip(new, old, strict=True)) / n)
+    clipped = [min(x - o, high) if a > 0 else max(x - o, -low) for x, o, a in zip(new, old, advantages, strict=True)]
+    losses = []
+    for x, fixed, o, a in zip(new, at, old, advantages, strict=True):
+        ratio = sequence if name == "gspo" else math.exp(x - o)
+        if name == "cispo":
+            loss = -clip(math.exp(fixed - o), 1 - low, 1 + high) * a * x
+        elif name == "sapo":
+            tau = opts.sapo_tau_pos if a > 0 else opts.sapo_tau_neg
+            loss = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+        elif name == "gmpo":
+            loss = -a * math.exp(sum(clipped) / n)
+        elif name in ("dppo_tv", "dppo_kl"):
+            p, q = math.exp(o), math.exp(fixed)
+            far = abs(p - q) if name == "dppo_tv" else binary_kl(p, q)
+            masked = (q > p and far > high) if a > 0 else (q < p and far > low)
+            loss = 0.0 if masked else -min(q / p, opts.eps_clip_c or math.inf) * a * x
+        else:
+            loss = max(-ratio * a, -clip(ratio, 1 - low, 1 + high) * a)
+            if opts.eps_clip_c is not None and a < 0:
+                loss = min(loss, -opts.eps_clip_c * a)
+        losses.append(loss)
+    return losses
+
+
 def naive_policy_loss(
     new: list[float],  # differentiated
     at: list[float],  # the same numbers, for detached terms
@@ -44,23 +84,14 @@ def naive_policy_loss(
     opts: AlgorithmConfig,
     lengths: list[int],
 ) -> list[float]:
-    high = opts.eps_clip if opts.eps_clip_high is None else opts.eps_clip_high
     losses: list[float] = []
     for start, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
-        tokens = range(start, start + length)
+        end = start + length
         old = known["rollout_logprobs"] if opts.use_rollout_logprobs else known["old_logprobs"]
-        drift = sum(old[t] - at[t] for t in tokens) / max(length, 1)
-        sequence = math.exp(sum(new[t] - old[t] for t in tokens) / max(length, 1))
-        for t in tokens:
-            a = known["advantages"][t]
-            ratio = sequence if opts.policy_loss_name == "gspo" else math.exp(new[t] - old[t])
-            if opts.policy_loss_name == "cispo":
-                loss = -clip(math.exp(at[t] - old[t]), 1 - opts.eps_clip, 1 + high) * a * new[t]
-            else:
-                loss = max(-ratio * a, -clip(ratio, 1 - opts.eps_clip, 1 + high) * a)
-                if opts.eps_clip_c is not None and a < 0:
-                    loss = min(loss, -opts.eps_clip_c * a)
-            if opts.opsm and a < 0 and drift > opts.opsm.opsm_delta:
+        drift = sum(old[t] - at[t] for t in range(start, end)) / max(length, 1)
+        sample = [numbers[start:end] for numbers in (new, at, old, known["advantages"])]
+        for t, loss in zip(range(start, end), naive_token_losses(*sample, opts), strict=True):
+            if opts.opsm and known["advantages"][t] < 0 and drift > opts.opsm.opsm_delta:
                 loss = 0.0
             loss -= opts.entropy_coef * entropy[t]
             if opts.use_kl_loss:
@@ -77,8 +108,8 @@ def made_up(
 ) -> tuple[list[float], dict[str, list[float]], list[float]]:
     rng = random.Random(seed)
     n = sum(lengths)
-    new = [rng.gauss(-1, 1) for _ in range(n)]
-    known = {name: [x + rng.gauss(0, spread) for x in new] for name in NAMES}
+    new = [min(rng.gauss(-1, 1), -0.01) for _ in range(n)]
+    known = {name: [min(x + rng.gauss(0, spread), -0.01) for x in new] for name in NAMES}
     known["advantages"] = [rng.gauss(0, 1) for _ in range(n)]
     return new, known, [rng.random() for _ in range(n)]
 
@@ -108,6 +139,11 @@ POLICY_LOSSES: list[Any] = [
     *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind} for kind in KL_TYPES),
     {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "entropy_coef": 0.01},
     {"use_rollout_logprobs": True, "opsm": {}, "eps_clip_c": 3.0, "entropy_coef": -0.2},
+    *({"policy_loss": name, "opsm": {"opsm_delta": 0.05}} for name in registry.POLICY_LOSSES),
+    {"policy_loss": "sapo", "sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0},
+    {"policy_loss": "gmpo", "eps_clip": 0.4, "eps_clip_high": 0.1, "use_rollout_logprobs": True},
+    {"policy_loss": "dppo_tv", "eps_clip": 0.02, "eps_clip_high": 0.1, "use_rollout_logprobs": True},
+    {"policy_loss": "dppo_kl", "eps_clip": 0.01, "eps_clip_high": 0.05, "eps_clip_c": 1.3},
 ]
 
 
@@ -121,7 +157,7 @@ def test_every_policy_loss_and_its_gradient_equal_a_plain_loop(variant: dict[str
             logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS), opts
         )
         expected = torch.tensor(naive_policy_loss(new, new, known, entropy, opts, LENGTHS), dtype=torch.float64)
-        torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(loss.detach(), expected, rtol=1e-12, atol=1e-12)
         assert all(values.shape == loss.shape for values in metrics.values())
 
         weights = torch.arange(1, len(new) + 1, dtype=torch.float64)
@@ -134,21 +170,28 @@ def test_every_policy_loss_and_its_gradient_equal_a_plain_loop(variant: dict[str
         )
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_clip_fractions_and_ratios_are_reported(name: str) -> None:
     new, known, entropy = made_up(0)
-    opts = options(advantage_estimator=name, opsm={})
+    opts = options(policy_loss=name, opsm={})
     metrics = policy_loss(
         torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts
     )[1]
-    log_ratio = [n - o for n, o in zip(new, known["old_logprobs"], strict=True)]
+    pairs = list(zip(new, known["old_logprobs"], strict=True))
+    log_ratio = [n - o for n, o in pairs]
     if name == "gspo":
         means = [sum(part) / len(part) for part in split(log_ratio)]
         log_ratio = [mean for mean, length in zip(means, LENGTHS, strict=True) for _ in range(length)]
-    outside = [not 0.8 <= math.exp(x) <= 1.2 for x in log_ratio]
-    harmful = [(math.exp(x) > 1) == (a > 0) for x, a in zip(log_ratio, known["advantages"], strict=True)]
-    clipped = outside if name == "cispo" else [o and h for o, h in zip(outside, harmful, strict=True)]
-    assert metrics["train/pg_clipfrac"].tolist() == [float(c) for c in clipped] and 0 < sum(clipped) < len(clipped)
+    outside = {
+        "sapo": [False] * len(new),
+        "gmpo": [abs(n - o) > 0.2 for n, o in pairs],
+        "dppo_tv": [abs(math.exp(n) - math.exp(o)) > 0.2 for n, o in pairs],
+        "dppo_kl": [binary_kl(math.exp(o), math.exp(n)) > 0.2 for n, o in pairs],
+    }.get(name, [not 0.8 <= math.exp(x) <= 1.2 for x in log_ratio])
+    harmful = [name == "cispo" or (x > 0) == (a > 0) for x, a in zip(log_ratio, known["advantages"], strict=True)]
+    clipped = [o and h for o, h in zip(outside, harmful, strict=True)]
+    assert metrics["train/pg_clipfrac"].tolist() == [float(c) for c in clipped]
+    assert (0 < sum(clipped) < len(clipped)) == (name != "sapo")
     assert metrics["train/ppo_kl"].tolist() == pytest.approx([-x for x in log_ratio])
     assert metrics["train/ois"].tolist() == pytest.approx([math.exp(x) for x in log_ratio])
     assert 0 < metrics["train/opsm_clipfrac"].mean() < 1
@@ -161,15 +204,15 @@ def split(numbers: list[float]) -> list[list[float]]:
     return [numbers[a:b] for a, b in itertools.pairwise(starts)]
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: str) -> None:
     new, known, entropy = made_up(0)
     del known["old_logprobs"]
     logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-    opts = options(advantage_estimator=name)
+    opts = options(policy_loss=name)
     loss, metrics = policy_loss(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     expected = -torch.tensor(known["advantages"], dtype=torch.float64)
-    if name == "gspo":  # every token carries the mean of its sequence
+    if name in ("gspo", "gmpo"):  # every token carries the mean of its sequence
         expected = sums(LENGTHS).mean(expected)
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], expected)
     assert not metrics["train/ppo_kl"].any() and not metrics["train/pg_clipfrac"].any()
@@ -191,12 +234,12 @@ EVERYTHING = dict(opsm={}, use_tis=True, tis_mode="mask", tis_veto=1e-3, eps_cli
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gap", [50.0, 500.0, -50.0, -500.0])
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -> None:
     for extra in ({}, EVERYTHING, {"use_tis": True, "tis_level": "sequence"}, {"eps_clip_c": 3.0}):
         for kind in KL_TYPES:
             opts = options(
-                advantage_estimator=name,
+                policy_loss=name,
                 use_kl_loss=True,
                 kl_loss_coef=1.0,
                 kl_loss_type=kind,
@@ -214,15 +257,23 @@ def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -
             assert all(values.isfinite().all() for values in metrics.values())
 
 
+def test_a_probability_that_is_rounded_to_one_does_not_mask_its_token() -> None:
+    """float32 rounds the log-prob of a nearly certain token to 0, whose other tokens would have the log-prob -inf."""
+    logprobs, old = torch.zeros(2), torch.tensor([math.log(0.9999), 0.0])
+    fields = TokenFields(torch.ones(2), rollout_logprobs=old, old_logprobs=old)
+    metrics = policy_loss(logprobs, logprobs, fields, sums([2]), options(policy_loss="dppo_kl"))[1]
+    assert metrics["train/pg_clipfrac"].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "extra", [{}, {"eps_clip_c": 3.0}, {"opsm": {}}, EVERYTHING], ids=["one", "dual", "opsm", "all"]
 )
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo"])
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_zero_advantages_give_zero_gradients(name: str, extra: dict[str, object]) -> None:
     new, known, entropy = made_up(0, spread=20.0)
     known["advantages"] = [0.0] * len(new)
     logprobs = torch.tensor(new, requires_grad=True)
-    opts = options(advantage_estimator=name, **extra)
+    opts = options(policy_loss=name, **extra)
     loss, _ = policy_loss(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
     assert not torch.autograd.grad(loss.sum(), logprobs)[0].any()
 
@@ -248,10 +299,10 @@ def whole(
     return losses, gradients
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_order_and_microbatches_do_not_change_losses_and_gradients(name: str) -> None:
     kl = dict(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True)
-    opts = options(advantage_estimator=name, entropy_coef=0.01, **EVERYTHING, **kl)
+    opts = options(policy_loss=name, entropy_coef=0.01, **EVERYTHING, **kl)
     reference = whole(opts, [0, 1, 2, 3, 4], [[0, 1, 2, 3, 4]])
     for order, bins in (
         ([3, 1, 4, 0, 2], [[0, 1, 2, 3, 4]]),

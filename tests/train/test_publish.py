@@ -128,12 +128,12 @@ def check_every_tensor(pool: EnginePool, group: TrainerGroup, version: str, dire
 def check_replaced_engine(pool: EnginePool, group: TrainerGroup, keys: RunKeys, model: Path) -> None:
     """Check that a dead engine fails the update without an effect on the trainer, and that its replacement joins."""
     before, incarnation = pool.urls, group.policy_state()
-    psutil.Process(pool._replicas[1].place().pid).kill()
+    psutil.Process(pool.replicas[1].place().pid).kill()
     for kind in ("tensor", "nccl"):
         with pytest.raises(EngineGone):
             group.publish(before, f"{keys.run}/0", transport_of(kind, pool, group, before))
     assert group.policy_state() == incarnation
-    assert restart_dead_engines(pool._replicas)
+    assert restart_dead_engines(pool.replicas)
     group.publish(pool.urls, f"{keys.run}/0", transport_of("nccl", pool, group, pool.urls))
     for url in pool.urls:
         check_weights(url, model, f"{keys.run}/0")

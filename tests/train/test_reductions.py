@@ -19,6 +19,10 @@ from penstock.stages.train.algorithms.losses import (
     per_token_weights,
     policy_loss,
 )
+from penstock.stages.train.batching import Batch
+from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.microbatches import compute_loss_weights
+from penstock.storage.samples.sample import Sample, to_table
 from tests.train.ragged import options, sums
 from tests.train.test_policy_losses import made_up, tensors
 
@@ -32,6 +36,49 @@ def test_per_sample_weights_equal_a_loop_over_trajectories() -> None:
     assert (per_sample_weights(trajectories, 5) * losses).sum().item() == pytest.approx(statistics.fmean(means))
     assert (per_token_weights(trajectories, 5) * losses).sum().item() == pytest.approx(losses.mean().item())
     assert per_sample_weights(trajectories[:0], 5).numel() == per_token_weights(trajectories[:0], 5).numel() == 0
+
+
+# sample -> prompt, trajectory and number of trained tokens; the steps are the trajectories 0 and 1, then 2 and 3
+ROWS = [(0, 0, 3), (0, 0, 1), (0, 1, 2), (1, 2, 5), (1, 3, 0), (1, 2, 4)]
+
+
+def batch_of_rows() -> Batch:
+    made = [
+        Sample(
+            *(f"s{i}", f"g{prompt}", f"t{trajectory}", 0),
+            token_ids=[5] * (1 + length),
+            loss_mask=[0] + [1] * length,
+            rollout_logprobs=[0.0] * (1 + length),
+            reward=1.0,
+        )
+        for i, (prompt, trajectory, length) in enumerate(ROWS)
+    ]
+    return Batch.from_table(to_table(made), needs_rewards=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "pg_weights"),
+    [
+        ({}, [1 / 8] * 4 + [1 / 4] * 2 + [1 / 9] * 9, None),
+        ({"calculate_per_token_loss": True}, [1 / 6] * 6 + [1 / 9] * 9, None),
+        ({"global_batch_size": 4, "calculate_per_prompt_loss": True}, [1 / 12] * 6 + [1 / 18] * 9, None),
+        ({"loss_denominator": 10}, [1 / 8] * 4 + [1 / 4] * 2 + [1 / 9] * 9, [1 / 20] * 6 + [1 / 10] * 9),
+        (
+            {"global_batch_size": 4, "loss_denominator": 10},
+            [1 / 12] * 4 + [1 / 6] * 2 + [1 / 27] * 9,
+            [1 / 30] * 15,
+        ),
+    ],
+)
+def test_weights_of_each_normalization(
+    options: dict[str, Any], weights: list[float], pg_weights: list[float] | None
+) -> None:
+    """Trajectory 3 has no trained tokens, so it does not count."""
+    found = compute_loss_weights(batch_of_rows(), TrainConfig(**{"global_batch_size": 2} | options))
+    assert found.weights.tolist() == pytest.approx(weights, rel=1e-12)
+    assert (found.pg_scale is None) == (pg_weights is None)
+    if found.pg_scale is not None:
+        assert (found.weights * found.pg_scale).tolist() == pytest.approx(pg_weights, rel=1e-12)
 
 
 def test_segment_sums_and_means_equal_a_plain_loop() -> None:
@@ -49,13 +96,11 @@ def test_segment_sums_and_means_equal_a_plain_loop() -> None:
     assert values.grad is not None and values.grad.tolist() == pytest.approx(slopes)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
 def test_samples_split_over_two_ranks_give_the_same_losses_and_gradients(name: str) -> None:
     """Two threads with a gloo group: some samples are on one rank, some on both; one rank may have no tokens."""
     new, known, entropy = made_up(5, LENGTHS)
-    opts = options(
-        advantage_estimator=name, opsm={"opsm_delta": -0.1}, use_tis=True, tis_level="geometric", tis_veto=0.3
-    )
+    opts = options(policy_loss=name, opsm={"opsm_delta": -0.1}, use_tis=True, tis_level="geometric", tis_veto=0.3)
     weights = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def run(tokens: torch.Tensor, samples: SegmentReducer) -> tuple[torch.Tensor, torch.Tensor]:

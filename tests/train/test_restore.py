@@ -77,6 +77,7 @@ class ListTrainer:
             seconds={"update": 0.0},
             digest=self.digest(),
             fingerprint=self.numerics,
+            sample_uses=[(1, 4)],
             files=self.write(attempt) if attempt is not None else [],
         )
 
@@ -159,6 +160,11 @@ def test_a_committed_round_is_not_trained_again(trained: Store) -> None:
     commit = restorer(trained, group).train_round(1)
     assert commit.state["digest"] == {"weights": "base+r0+r1"} and group.calls == []
     assert restorer(trained, group).save_checkpoint(2).policy_version == 2 and group.calls == []
+
+
+def test_the_commit_of_a_step_says_how_often_each_sample_was_trained(trained: Store) -> None:
+    step = trained.committed(KEYS.step_prefix(1))
+    assert step is not None and step.state["sample_uses"] == [[1, 4]]
 
 
 def test_an_uncommitted_step_of_an_actor_is_undone(trained: Store) -> None:

@@ -16,6 +16,8 @@ from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import OptionError
 
+GDPO = {"advantage_estimator": "gdpo", "gdpo_reward_weights": {"right": 1.0, "short": 0.5}}
+
 
 def test_every_user_defined_function_is_checked_before_anything_starts() -> None:
     assert set(PLUGINS) == {name for name in TrainConfig.model_fields if name.endswith("_path")}
@@ -33,7 +35,29 @@ def test_every_user_defined_function_is_checked_before_anything_starts() -> None
         ({"policy_loss": "ppo"}, "policy_loss"),
         ({"advantage_estimator": "gspo", "policy_loss": "cispo"}, "--policy-loss cispo .*--advantage-estimator gspo"),
         ({"loss_type": "sft_loss", "policy_loss": "gspo"}, "--policy-loss gspo .*--loss-type sft_loss"),
-        ({"policy_loss": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*cispo"),
+        ({"policy_loss": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*--policy-loss cispo: omit --eps-clip-c"),
+        ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .*--policy-loss cispo"),
+        ({"policy_loss": "sapo", "eps_clip_high": 0.3}, "--eps-clip-high 0.3 .*--policy-loss sapo"),
+        ({"policy_loss": "gmpo", "sapo_tau_neg": 2.0}, "--sapo-tau-neg 2.0 .*--policy-loss gmpo"),
+        ({"advantage_estimator": "gdpo"}, "--advantage-estimator gdpo and --gdpo-reward-weights"),
+        ({"gdpo_reward_weights": {"right": 1.0}}, "--advantage-estimator gdpo and --gdpo-reward-weights"),
+        (
+            {"disable_rewards_normalization": True} | GDPO,
+            "--disable-rewards-normalization .*--advantage-estimator gdpo",
+        ),
+        (
+            {"calculate_per_token_loss": True, "loss_denominator": 8},
+            "--calculate-per-token-loss and --loss-denominator define",
+        ),
+        (
+            {"calculate_per_token_loss": True, "calculate_per_prompt_loss": True},
+            "--calculate-per-token-loss and --calculate-per-prompt-loss define",
+        ),
+        ({"loss_type": "sft_loss", "loss_denominator": 8}, "--loss-denominator 8 has no effect"),
+        (
+            {"custom_pg_loss_reducer_function_path": "x.py", "loss_denominator": 8},
+            "--loss-denominator 8 .*--custom-pg-loss-reducer-function-path",
+        ),
         ({"advantage_estimator": "rloo", "kl_coef": 0.1}, "--kl-coef 0.1 .*rloo"),
         ({"advantage_estimator": "reinforce_plus_plus"}, "reinforce_plus_plus .*--normalize-advantages"),
     ],
@@ -90,13 +114,14 @@ def test_data_parallel_size_is_the_rest_of_the_ranks() -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimator_and_policy_loss_are_separate_choices(name: str) -> None:
     """The names gspo and cispo are presets of both; every registered function exists."""
-    preset = TrainConfig(advantage_estimator=name, normalize_advantages=True)
+    extra = {"normalize_advantages": True} | (GDPO if name == "gdpo" else {})
+    preset = TrainConfig(**extra | {"advantage_estimator": name})
     assert preset.policy_loss_name == (name if name in ("gspo", "cispo") else "ppo_clip")
     load_function(ESTIMATORS[name].function)
-    for loss, path in POLICY_LOSSES.items():
-        load_function(path)
+    for loss, row in POLICY_LOSSES.items():
+        load_function(row.function)
         if name not in ("gspo", "cispo"):
-            chosen = TrainConfig(advantage_estimator=name, normalize_advantages=True, policy_loss=loss)
+            chosen = TrainConfig(**extra | {"advantage_estimator": name, "policy_loss": loss})
             assert (chosen.advantage_estimator, chosen.policy_loss_name) == (name, loss)
 
 

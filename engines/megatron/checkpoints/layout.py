@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,7 +105,11 @@ class CheckpointLayout:
         This layout itself must have local keys."""
         if names == "local":
             return self
-        return self._map_slices(lambda piece: replace(piece, key=self.te_keys[piece.key]))
+        renamed = {
+            name: [replace(piece, key=self.te_keys[piece.key]) for piece in pieces]
+            for name, pieces in self.slices.items()
+        }
+        return replace(self, slices=renamed)
 
     def adapt_to_stored_keys(self, stored_keys: Container[str]) -> CheckpointLayout:
         """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
@@ -122,7 +126,8 @@ class CheckpointLayout:
                             return candidate
             return piece
 
-        return self._map_slices(find_stored_slice)
+        slices = {name: list(map(find_stored_slice, pieces)) for name, pieces in self.slices.items()}
+        return replace(self, slices=slices)
 
     def extra_state_keys(self, names: MegatronNames) -> list[str]:
         """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
@@ -141,11 +146,6 @@ class CheckpointLayout:
             shard = f"shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
             keys |= {f"{module}._extra_state/{shard}" for module in modules}
         return sorted(keys)
-
-    def _map_slices(self, change: Callable[[ShardSlice], ShardSlice]) -> CheckpointLayout:
-        """Return this layout with every slice replaced by `change(slice)`."""
-        slices = {name: [change(piece) for piece in pieces] for name, pieces in self.slices.items()}
-        return replace(self, slices=slices)
 
 
 def checkpoint_layout(shape: ModelShape) -> CheckpointLayout:

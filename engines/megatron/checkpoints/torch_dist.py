@@ -9,7 +9,6 @@ in threads.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,9 +44,9 @@ from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
 from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
+    OptimizerOffload,
     inner_optimizers,
     load_moments_and_steps,
-    main_param,
     set_scheduler_to_step,
     zero_adam_state,
 )
@@ -122,8 +121,7 @@ class _SafePlanner(MCoreLoadPlanner):
 class SafeCommonStrategy(TorchCommonLoadStrategy):
     """Megatron's load strategy for `common.pt`, except that it unpickles only plain data."""
 
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return read_common(checkpoint_dir)
+    load_common = staticmethod(read_common)
 
 
 @dataclass
@@ -226,8 +224,10 @@ class RankState:
         """
         tensors: list[tuple[str, torch.Tensor]] = []
         for inner in inner_optimizers(self.optimizer):
+            offload: OptimizerOffload | None = getattr(inner, "offload", None)
             for param in (param for group in inner.param_groups for param in group["params"]):
-                tensors += [("main_params", main_param(inner, param)), *sorted(inner.state[param].items())]
+                main = offload.main_params.get(param, param) if offload else param
+                tensors += [("main_params", main), *sorted(inner.state[param].items())]
         random = _rng_states()
         states = (random["torch"], random["cuda"], *(state for _, state in sorted(random["trackers"].items())))
         tensors += [("random", state) for state in states if state is not None]
@@ -275,13 +275,6 @@ class RankState:
         """Return a description of ranks and devices. RNG states are restored only from a checkpoint with the same
         description."""
         return f"{dist.get_world_size()} ranks, {self.layout.model_dump_json()}, {device().type}"
-
-
-def is_written_by_rank(rank: int, name: str) -> bool:
-    """Return whether the rank `rank` writes the checkpoint file `name`. The name may include a subdirectory
-    (`critic/__0_0.distcp`); rank 0 writes all files without a rank in their name."""
-    owner = re.fullmatch(r"(?:.+/)?__(\d+)_\d+\.distcp", name)
-    return rank == (int(owner[1]) if owner else 0)
 
 
 def _check_complete(directory: str | Path) -> None:

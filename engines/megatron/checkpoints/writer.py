@@ -51,7 +51,6 @@ class ParallelWriter(dcp.FileSystemWriter):
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
-        disable_crc()
         with open(Path(self.path) / name, "wb") as file:
             out = ArchiveFile(file)
             for item in items:
@@ -87,8 +86,10 @@ class ArchiveFile:
         self._content: Iterable[memoryview] = ()
 
     def save(self, sizes: Sequence[int], dtype: torch.dtype, content: Iterable[memoryview]) -> None:
-        """Append a tensor of this shape and dtype, whose bytes are the concatenated chunks of `content`. Call
-        `disable_crc` first."""
+        """Append a tensor of this shape and dtype, whose bytes are the concatenated chunks of `content`."""
+        # Computing a CRC, which no version of torch checks, would read the placeholder. The setting is that of this
+        # thread (before torch 2.12: of all threads).
+        torch.serialization.set_crc32_options(False)
         placeholder = torch.empty(sizes, dtype=dtype)
         self._address, self._num_written, self._content = placeholder.data_ptr(), 0, content
         try:
@@ -119,12 +120,6 @@ class ArchiveFile:
         self.digest.update(data)
         self.length += len(data)
         self._written_back = write_back(self.file, self._written_back, self.length)
-
-
-def disable_crc() -> None:
-    """Make `torch.save` in this thread (before torch 2.12: in all threads) write no CRC, because computing it would
-    read the placeholder. No version of torch checks the CRC."""
-    torch.serialization.set_crc32_options(False)
 
 
 def _split_evenly(items: Sequence[WriteItem], num_parts: int) -> list[list[WriteItem]]:

@@ -116,13 +116,12 @@ def causal_attention(
 
     heads = [x.unflatten(1, (ranks, -1)) for x in divide_heads(query, key, value, ranks)]  # [t, ranks, heads, dim]
     num_parts = 2 if heads[1].shape[2] % 2 == 0 else 1
-    side = side_stream(query.device)
-    received = [side.start(exchange, *part) for part in zip(*(x.chunk(num_parts, dim=2) for x in heads))]
+    received = [start_on_side_stream(exchange, *part) for part in zip(*(x.chunk(num_parts, dim=2) for x in heads))]
     returned = []
     for wait in received:
         parts = wait().split([x.shape[2] // num_parts * x.shape[3] for x in heads], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, x.shape[3])) for part, x in zip(parts, heads))
-        returned.append(side.start(send_back, packed_attention(q, k, v, stream, scale)))
+        returned.append(start_on_side_stream(send_back, packed_attention(q, k, v, stream, scale)))
     return torch.cat([wait() for wait in returned], dim=2).flatten(1, 2)[:, : query.shape[1]]
 
 
@@ -233,40 +232,30 @@ def varlen_attention(
     return attended[..., :value_dim]
 
 
-@cache
-def side_stream(device: torch.device) -> SideStream:
-    """Return the side stream of a device. There is only one, so exchanges run in the order in which they were
-    started."""
-    return SideStream(torch.cuda.Stream(device) if device.type == "cuda" else None)
+side_stream = cache(torch.cuda.Stream)  # of a device: there is only one, so exchanges run in the order of their starts
 
 
-class SideStream:
-    """Run functions on a separate CUDA stream, or at once on a CPU (`stream` is None). autograd runs the backward pass
-    of each function on the same stream, and waits where gradients cross streams."""
+def start_on_side_stream(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Tensor]:
+    """Start `function(*inputs)` on the device's side stream, after the work already queued on the current stream; on a
+    CPU call it at once. The returned callable makes the current stream wait for the result and returns it. autograd
+    runs the backward pass of the function on the same stream, and waits where gradients cross streams."""
+    if not inputs[0].is_cuda:
+        out = function(*inputs)
+        return lambda: out
+    side, current = side_stream(inputs[0].device), torch.cuda.current_stream()
+    side.wait_stream(current)
+    for x in inputs:
+        x.record_stream(side)  # its memory must not be reused before this stream has read it
+    with torch.cuda.stream(side):
+        out = function(*inputs)
+        done = side.record_event()
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.stream = stream
+    def wait() -> Tensor:
+        current.wait_event(done)
+        out.record_stream(current)
+        return out
 
-    def start(self, function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], Tensor]:
-        """Start `function(*inputs)` after the work already queued on the current stream. The returned callable makes
-        the current stream wait for the result and returns it."""
-        if self.stream is None:
-            out = function(*inputs)
-            return lambda: out
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        for x in inputs:
-            x.record_stream(self.stream)  # its memory must not be reused before this stream has read it
-        with torch.cuda.stream(self.stream):
-            out = function(*inputs)
-            done = self.stream.record_event()
-
-        def wait() -> Tensor:
-            current.wait_event(done)
-            out.record_stream(current)
-            return out
-
-        return wait
+    return wait
 
 
 class MLASelfAttention(MegatronModule):

@@ -49,8 +49,8 @@ class PolicyModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.shape = shape
         self.adapters: Any = nn.ModuleList()  # LoRA adapters of this chunk, see `lora_layers.py`
-        padding = padded_vocab_size(shape, self.pg_collection.tp.size()) - shape.vocab_size
-        self.num_padded = padding if self.pg_collection.tp.rank() == self.pg_collection.tp.size() - 1 else 0
+        is_last = self.pg_collection.tp.rank() == self.pg_collection.tp.size() - 1
+        self.num_padded = self.vocab_size - shape.vocab_size if is_last else 0  # rows of the vocabulary's padding
         self.vision = VisionTower(shape.vision, self.config) if shape.vision and self.pre_process else None
 
     def forward(self, stream: PackedStream) -> Tensor:  # type: ignore[override]
@@ -124,11 +124,6 @@ class _Fp32Linear(torch.autograd.Function):
         return grad @ weight if needs_hidden else None, grad.t() @ hidden if needs_weight else None
 
 
-def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
-    """Return the vocabulary size rounded up to a multiple of `tensor`, the tensor-parallel size."""
-    return -(-shape.vocab_size // tensor) * tensor
-
-
 def build_model(
     shape: ModelShape,
     layout: ParallelLayout | None = None,
@@ -150,12 +145,9 @@ def build_meta_model(shape: ModelShape) -> PolicyModel:
     """Return the whole model on torch's meta device (without data), to read names, shapes and sharding of its weights
     with `sharded_state_dict`. Needs a world size of 1."""
     assert parallel_state.get_model_parallel_group().size() == 1, "build_meta_model needs a world size of 1"
-
-    def skip_init(tensor: Tensor) -> Tensor:  # random initialization of DeepSeek-V3 would take 30,000 generator calls
-        return tensor
-
-    options = {"use_cpu_initialization": True, "init_method": skip_init, "output_layer_init_method": skip_init}
-    config = transformer_config(shape, overrides=options)
+    # Random initialization of DeepSeek-V3 would take 30,000 calls of the generator.
+    no_init = dict.fromkeys(("init_method", "output_layer_init_method"), lambda tensor: tensor)
+    config = transformer_config(shape, overrides={"use_cpu_initialization": True, **no_init})
     with torch.device("meta"):
         return _build_chunk(shape, config, None)
 
@@ -169,10 +161,11 @@ def _build_chunk(
     """Return one pipeline chunk. `stage`: index of the chunk under virtual pipeline parallelism, otherwise None."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    tensor = config.tensor_model_parallel_size
     chunk = chunk_class(
         config,
         transformer_block_spec(shape, config, stage),
-        padded_vocab_size(shape, config.tensor_model_parallel_size),
+        -(-shape.vocab_size // tensor) * tensor,  # every rank gets equally many rows of the vocabulary
         shape.max_position_embeddings,
         pre_process=first,
         post_process=last,

@@ -24,20 +24,10 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, all_to_all, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
 
 FC1, FC2 = "linear_fc1.weight", "linear_fc2.weight"
-
-
-def set_token_dispatcher(layer: MoELayer, pg_collection: Any) -> None:
-    """Replace Megatron's token dispatcher in an MoE layer, except if experts are sharded over tensor-parallel ranks, or
-    if the computation of shared experts overlaps with the dispatcher's communication."""
-    config = layer.config
-    is_replaceable = config.moe_token_dispatcher_type == "alltoall" and not config.moe_shared_expert_overlap
-    if pg_collection.expt_tp.size() == 1 and is_replaceable:
-        layer.token_dispatcher = TokenDispatcher(config, pg_collection)
 
 
 class StackedWeight(nn.Module):
@@ -134,12 +124,11 @@ class GroupedExperts(MegatronModule):
         def split_fc2(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
             return [sharded(key, weight, expert, axis + 2, rank, ranks) for expert, weight in enumerate(tensor)]
 
-        def merge_fc1(parts: list[Tensor]) -> Tensor:
-            return torch.cat(parts).view(self.linear_fc1.weight.shape)
-
         key, fc1, fc2 = f"{prefix}experts.", self.linear_fc1.weight, self.linear_fc2.weight
         return {
-            prefix + FC1: ShardedTensorFactory(key + FC1, fc1, split_fc1, merge_fc1, replica),
+            prefix + FC1: ShardedTensorFactory(
+                key + FC1, fc1, split_fc1, lambda parts: torch.cat(parts).view(fc1.shape), replica
+            ),
             prefix + FC2: ShardedTensorFactory(key + FC2, fc2, split_fc2, torch.stack, replica),
         }
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.model.attention import CoreAttention, HeadNormAttention, MLASelfAttention
-from penstock.engines.megatron.model.grouped_experts import GroupedExperts, set_token_dispatcher
+from penstock.engines.megatron.model.grouped_experts import GroupedExperts, TokenDispatcher
 from penstock.engines.megatron.model.norm_and_rope import HeadNorm, RMSNorm
 from penstock.engines.megatron.model.vision import AddDeepstack
 from penstock.engines.megatron.packing import StreamRouting
@@ -73,7 +73,11 @@ class RoutedLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.is_moe_layer and self.config.moe_grouped_gemm:
-            set_token_dispatcher(self.mlp, self.pg_collection)
+            # Megatron's dispatcher stays if experts are sharded over tensor-parallel ranks, or if the computation of
+            # shared experts overlaps with its communication.
+            is_plain = self.config.moe_token_dispatcher_type == "alltoall" and not self.config.moe_shared_expert_overlap
+            if is_plain and self.pg_collection.expt_tp.size() == 1:
+                self.mlp.token_dispatcher = TokenDispatcher(self.config, self.pg_collection)
         self.recomputes_experts = self.is_moe_layer and self.mlp.moe_layer_recompute
         if self.recomputes_experts:
             self.mlp.moe_layer_recompute = self.recompute_pre_mlp_layernorm = False

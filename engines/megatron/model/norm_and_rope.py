@@ -56,35 +56,29 @@ def mrope_axes(rotary: Rotary) -> list[int]:
 
 
 def rope_frequencies(rotary: Rotary, dim: int, device: torch.device | None = None) -> Tensor:
-    """Return the RoPE inverse frequencies (radians per position, one per pair of dimensions), after scaling. [dim
+    """Return the RoPE inverse frequencies (radians per position, one per pair of dimensions), after scaling: low
+    frequencies are divided by the scaling factor, high ones are kept, and those in between are interpolated. [dim
     / 2]"""
     plain = 1.0 / (rotary.base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
     scaling = rotary.scaling
     if isinstance(scaling, Llama3Scaling):
-        # low frequencies are divided by `factor`, high frequencies are kept, frequencies in between are interpolated
         rotations = scaling.original_max_positions * plain / (2 * math.pi)  # full turns within the original context
         unscaled = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         unscaled = unscaled.clamp(0, 1)
         return (1 - unscaled) * plain / scaling.factor + unscaled * plain
     if isinstance(scaling, YarnScaling):
-        return _yarn_frequencies(plain, rotary.base, dim, scaling)
+        # The ramp begins and ends at the pairs with these numbers of full turns within the original context.
+        first, last = (
+            dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        low, high = max(math.floor(first), 0), float(min(math.ceil(last), dim - 1))
+        if low == high:
+            high += 0.001  # avoids a division by zero, as in YaRN's own code
+        ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low)
+        unscaled = 1 - ramp.clamp(0, 1)
+        return plain / scaling.factor * (1 - unscaled) + plain * unscaled
     return plain
-
-
-def _yarn_frequencies(plain: Tensor, base: float, dim: int, scaling: YarnScaling) -> Tensor:
-    """Return inverse frequencies scaled as in YaRN: high frequencies are kept, low ones divided by `scaling.factor`,
-    with a linear ramp over the dimensions in between. [dim / 2] -> [dim / 2]"""
-
-    def dimension(rotations: float) -> float:  # index of the pair with this many full turns in the original context
-        return dim * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), dim - 1)
-    if low == high:
-        high += 0.001  # type: ignore[assignment]  # avoids a division by zero, as in YaRN's own code
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=plain.device) - low) / (high - low)
-    unscaled = 1 - ramp.clamp(0, 1)
-    return plain / scaling.factor * (1 - unscaled) + plain * unscaled
 
 
 def yarn_attention_factor(scaling: YarnScaling) -> float:

@@ -8,7 +8,6 @@ The configuration's fields come from the checkpoint and the parallel layout (fix
 from __future__ import annotations
 
 import dataclasses
-import os
 from importlib.metadata import distributions
 from typing import Any, Literal
 
@@ -19,11 +18,11 @@ from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScali
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.parallel_layout import (
     ParallelLayout,
-    can_group_experts,
     check_grouped_experts,
     check_model_parallel,
     check_pipeline,
     has_grouped_experts,
+    unaligned_row,
 )
 from penstock.storage.errors import OptionError
 
@@ -126,8 +125,7 @@ def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, over
     decide this; without them grouped GEMMs are used on GPUs on which the kernels were tested. Raises OptionError if the
     options need what the model or the GPU does not have."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
-    default = has_kernel and can_group_experts(shape, expert_tensor, size)
-    is_grouped = has_grouped_experts(shape, overrides, default)
+    is_grouped = has_grouped_experts(shape, overrides, has_kernel and not unaligned_row(shape, expert_tensor, size))
     if is_grouped:
         check_grouped_experts(shape, expert_tensor, size)
     if is_grouped and torch.cuda.is_available() and not has_kernel:
@@ -268,13 +266,17 @@ def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) 
     if backend in ("unfused", "local"):
         return "padded"
     kernel = torch_attention_kernel(dtype)
+    found = f"{dtype} on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'a CPU'}"
     if backend == "torch":
         if kernel == "padded":
-            raise OptionError(
-                f"--attention-backend torch needs bf16 on a GPU; found {dtype} on {_device_name()}: use auto"
-            )
+            raise OptionError(f"--attention-backend torch needs bf16 on a GPU; found {found}: use auto")
         return kernel
-    problem = _fa4_problem(dtype, shape)
+    widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
+    problem = "" if widths in FA4_WIDTHS else f"heads of {widths}"  # why FlashAttention-4 does not work
+    if not runs_hopper_kernels(dtype):
+        problem = found
+    elif not any(distributions(name=FA4)):
+        problem = "no such package"
     if backend == "fa4" and problem:
         raise OptionError(
             f"--attention-backend fa4 needs bf16 on a Hopper GPU, the package {FA4}, and heads "
@@ -291,24 +293,3 @@ def runs_hopper_kernels(dtype: str) -> bool:
 def torch_attention_kernel(dtype: str) -> AttentionKernel:
     """Return the faster of torch's two kernels that works for `dtype` on this machine."""
     return "torch" if torch.cuda.is_available() and dtype == "bf16" else "padded"
-
-
-def prepare_fa4() -> None:
-    """Pass the GPU's number of processors to FlashAttention-4, which otherwise asks the driver in every forward pass:
-    10 % of the host's time in a step of a 0.6B model on an H100."""
-    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", str(processors))
-
-
-def _fa4_problem(dtype: str, shape: ModelShape) -> str:
-    """Return why FlashAttention-4 does not work with this model on this machine, or "" if it does."""
-    widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
-    if not runs_hopper_kernels(dtype):
-        return f"{dtype} on {_device_name()}"
-    if not any(distributions(name=FA4)):
-        return "no such package"
-    return "" if widths in FA4_WIDTHS else f"heads of {widths}"
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"

@@ -27,6 +27,7 @@ class Experience:
     ref_logprobs: Tensor | None = None  # [N] log-probs of the frozen reference
     teacher_logprobs: Tensor | None = None  # [N] log-probs of the teacher, for distillation
     values: Tensor | None = None  # [N] values of the critic before its update
+    reward_components: dict[str, Tensor] = field(default_factory=dict)  # [B] float64 each: --gdpo-reward-weights
     normalize_rewards: bool = True  # False: a user-defined function of the rollout has set the rewards (TRAIN_REWARD)
 
     def policy_logprobs(self, use_rollout_logprobs: bool) -> Tensor:  # [N]
@@ -57,7 +58,7 @@ class TokenFields:
     ref_logprobs: Tensor | None = None  # [n] log-probs of the frozen reference
     returns: Tensor | None = None  # [n] targets of the critic
     values: Tensor | None = None  # [n] values of the critic before its update
-    pg_scale: Tensor | None = None  # [n] token weight of the user-defined reducer divided by the default weight
+    pg_scale: Tensor | None = None  # [n] weight in the policy-gradient loss / weight in the other terms
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Estimators that compare the samples of a prompt with each other: GRPO, Dr. GRPO, RLOO, REINFORCE++-baseline.
+"""Estimators that compare the samples of a prompt: GRPO, Dr. GRPO, RLOO, MaxRL, GDPO, REINFORCE++-baseline.
 
 A group is the samples of one prompt; groups may have different sizes, and the samples may be in any order. A sample
 without a reward (NaN) is excluded from its group and gets the advantage 0. Samples of a group of one, or with equal
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.advantages import whiten
 from penstock.stages.train.algorithms.experience import Estimate, Experience
+from penstock.storage.errors import RunError
 
-STD_EPSILON = 1e-6
+STD_EPSILON = 1e-6  # also added to the mean that MaxRL divides by
 
 
 def grpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
@@ -30,6 +32,24 @@ def rloo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) ->
     """Assign to each token the reward of its sample minus the mean reward of the group's other samples (RLOO, arXiv
     2402.14740)."""
     return Estimate(_normalize_rewards(leave_one_out, experience, config)[experience.sample_index])
+
+
+def maxrl(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample minus the mean of the group, divided by this mean (MaxRL, arXiv
+    2602.02710)."""
+    return Estimate(_normalize_rewards(divide_by_mean, experience, config)[experience.sample_index])
+
+
+def gdpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the weighted sum of the reward components of its sample, each standardized within the group;
+    the sums are then whitened over all samples with a reward (GDPO, arXiv 2601.05242, Eq. 4, 7 and 6)."""
+    normalize = center if config.disable_grpo_std_normalization else standardize
+    sums = torch.zeros_like(experience.rewards, dtype=torch.float64)
+    for name, weight in sorted(config.gdpo_reward_weights.items()):
+        sums += weight * normalize(experience.reward_components[name], experience.group_index)
+    graded = ~experience.rewards.isnan()
+    sums[graded] = whiten(sums[graded])
+    return Estimate(sums[experience.sample_index])
 
 
 def reinforce_plus_plus_baseline(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
@@ -65,6 +85,22 @@ def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -
     """Return each reward minus the mean of the group's other samples, which is n / (n - 1) x (reward - group mean)."""
     deviations, counts = _deviations(rewards, group_index)
     return deviations * counts / (counts - 1).clamp(min=1)
+
+
+def divide_by_mean(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
+    """Return (r - mean of the group) / (mean of the group + 1e-6).
+
+    Raises:
+        RunError: a reward is negative, so the mean may be close to 0 or negative.
+    """
+    if (rewards < 0).any():
+        raise RunError(
+            f"a sample has the reward {rewards[rewards < 0][0]:g}, but --advantage-estimator maxrl divides by the mean "
+            "reward of a prompt's samples: start a new run with a reward of 0 or more, or with another estimator"
+        )
+    deviations, counts = _deviations(rewards, group_index)
+    means = _sum_over_group(rewards.double().nan_to_num(), group_index) / counts.clamp(min=1)
+    return deviations / (means + STD_EPSILON)
 
 
 def _deviations(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:

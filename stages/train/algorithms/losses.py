@@ -44,7 +44,7 @@ def policy_loss(
     trainer_logprobs = logprobs.detach() if use_engine or fields.old_logprobs is None else fields.old_logprobs
     old_logprobs = fields.rollout_logprobs if use_engine else trainer_logprobs
 
-    token_loss = load_function(POLICY_LOSSES[config.policy_loss_name])
+    token_loss = load_function(POLICY_LOSSES[config.policy_loss_name].function)
     pg_loss, log_ratio, clipped = token_loss(logprobs, old_logprobs, fields.advantages, samples, config)
 
     weights, mask, metrics = importance_weights(logprobs, old_logprobs, trainer_logprobs, fields, samples, config)
@@ -124,9 +124,69 @@ def cispo_loss(
     return TokenLoss(-weight * advantages * logprobs, log_ratio, (weight != ratio).to(weight.dtype))
 
 
+def sapo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Replace the clip by a gate, whose gradient falls smoothly as the ratio leaves 1 (SAPO, arXiv 2511.20347, Eq. 5):
+    the loss is -4/tau x sigmoid(tau (ratio - 1)) A, with tau = sapo_tau_pos where A > 0 and sapo_tau_neg elsewhere."""
+    log_ratio = logprobs - old_logprobs
+    tau = torch.full_like(logprobs, config.sapo_tau_neg).masked_fill(advantages > 0, config.sapo_tau_pos)
+    gate = 4.0 / tau * torch.sigmoid(tau * (bounded_exp(log_ratio) - 1.0))
+    return TokenLoss(-gate * advantages, log_ratio, torch.zeros_like(log_ratio))
+
+
+def gmpo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Multiply A by the geometric mean of the sample's clipped ratios, with gradient through the mean (GMPO, arXiv
+    2507.20673). Log-ratios above eps_clip_high are clipped where A > 0, and those below -eps_clip elsewhere."""
+    log_ratio = logprobs - old_logprobs
+    above, below = log_ratio.clamp(max=_upper_clip(config)), log_ratio.clamp(min=-config.eps_clip)
+    clipped = torch.where(advantages > 0, above, below)
+    loss = -bounded_exp(samples.mean(clipped)) * advantages
+    return TokenLoss(loss, log_ratio, (clipped != log_ratio).to(loss.dtype))
+
+
+def dppo_tv_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Mask tokens by the total variation |pi - pi_old| of the sampled token (DPPO with binary TV, arXiv 2602.04879)."""
+    return _divergence_masked(logprobs, old_logprobs, advantages, (logprobs.exp() - old_logprobs.exp()).abs(), config)
+
+
+def dppo_kl_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, samples: SegmentReducer, config: AlgorithmConfig
+) -> TokenLoss:
+    """Mask tokens by the KL(pi_old || pi) over two outcomes, the sampled token and any other token (DPPO with binary
+    KL, arXiv 2602.04879)."""
+    probs, old_probs = -torch.expm1(logprobs), -torch.expm1(old_logprobs)  # of any other token
+    smallest = torch.finfo(probs.dtype).eps  # 0 has no logarithm
+    log_ratio = old_probs.clamp(min=smallest).log() - probs.clamp(min=smallest).log()
+    divergence = old_logprobs.exp() * (old_logprobs - logprobs) + old_probs * log_ratio
+    return _divergence_masked(logprobs, old_logprobs, advantages, divergence, config)
+
+
+def _divergence_masked(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, divergence: Tensor, config: AlgorithmConfig
+) -> TokenLoss:
+    """Weight log pi by the detached ratio, at most eps_clip_c, and mask tokens that the update would move further from
+    the old policy although their divergence is above a bound: eps_clip_high where A > 0, eps_clip where A < 0."""
+    log_ratio = logprobs - old_logprobs
+    rises = (advantages > 0) & (log_ratio > 0) & (divergence > _upper_clip(config))
+    falls = (advantages < 0) & (log_ratio < 0) & (divergence > config.eps_clip)
+    ratio = bounded_exp(log_ratio.detach())
+    if config.eps_clip_c is not None:
+        ratio = ratio.clamp(max=config.eps_clip_c)
+    masked = (rises | falls).to(ratio.dtype)
+    return TokenLoss(-(1.0 - masked) * ratio * advantages * logprobs, log_ratio, masked)
+
+
 def _clip_ratio(ratio: Tensor, config: AlgorithmConfig) -> Tensor:
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    return ratio.clamp(1.0 - config.eps_clip, 1.0 + high)
+    return ratio.clamp(1.0 - config.eps_clip, 1.0 + _upper_clip(config))
+
+
+def _upper_clip(config: AlgorithmConfig) -> float:
+    return config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -149,7 +209,7 @@ def importance_weights(
     """Return weights [n] of the policy-gradient loss, a mask [n] of the whole loss, and metrics.
 
     The weights are the product of the off-policy sequence mask (--use-opsm), the correction for the mismatch between
-    engine and trainer (--use-tis), and the scale from --custom-pg-loss-reducer-function-path.
+    engine and trainer (--use-tis), and the scale from --loss-denominator or --custom-pg-loss-reducer-function-path.
     """
     weights = mask = torch.ones_like(old_logprobs)
     metrics = {}
@@ -314,7 +374,8 @@ def per_sample_weights(
     num_trajectories: int,
 ) -> Tensor:  # [N] float64, sums to 1
     """Return the weights for the mean over trajectories of the mean over the trained tokens of a trajectory. All
-    samples of one agent execution belong to one trajectory."""
+    samples of one agent execution belong to one trajectory. With the prompts of the tokens in place of their
+    trajectories, it is the mean over prompts (--calculate-per-prompt-loss)."""
     num_tokens = torch.bincount(trajectory_index, minlength=num_trajectories)
     num_trained = (num_tokens > 0).sum().clamp(min=1)
     return (1.0 / (num_tokens.double() * num_trained))[trajectory_index]
@@ -324,6 +385,13 @@ def per_token_weights(trajectory_index: Tensor, num_trajectories: int) -> Tensor
     """Return the weights for the mean over all trained tokens of the step (--calculate-per-token-loss)."""
     num_tokens = len(trajectory_index)
     return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64)
+
+
+def constant_weights(trajectory_index: Tensor, denominator: int) -> Tensor:  # [N] float64
+    """Return the weights for the mean over trajectories of the sum over the trained tokens of a trajectory, divided by
+    a constant in place of their number (--loss-denominator; Dr. GRPO, arXiv 2503.20783)."""
+    num_trained = max(len(trajectory_index.unique()), 1)
+    return torch.full(trajectory_index.shape, 1.0 / (num_trained * denominator), dtype=torch.float64)
 
 
 def custom_weights(path: str, trajectory_index: Tensor, sample_index: Tensor, num_trajectories: int) -> Tensor:

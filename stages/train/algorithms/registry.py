@@ -27,6 +27,8 @@ ESTIMATORS = {
     "gspo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="gspo"),
     "cispo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="cispo"),
     "rloo": Estimator(f"{_HERE}.group_relative:rloo", group_relative=True),
+    "maxrl": Estimator(f"{_HERE}.group_relative:maxrl", group_relative=True),
+    "gdpo": Estimator(f"{_HERE}.group_relative:gdpo", group_relative=True),
     "ppo": Estimator(f"{_HERE}.returns:gae", per_token=True, critic=True),
     "reinforce_plus_plus": Estimator(f"{_HERE}.returns:reinforce_plus_plus", per_token=True, whitened=True),
     "reinforce_plus_plus_baseline": Estimator(
@@ -34,9 +36,22 @@ ESTIMATORS = {
     ),
 }
 
-# name -> function (log-probs [n], old log-probs [n], advantages [n], samples, config) -> TokenLoss
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy-gradient loss: a function (log-probs [n], old log-probs [n], advantages [n], samples, config) ->
+    TokenLoss, and the options that it reads. Options that only other losses read are refused with it."""
+
+    function: str  # pkg.module:name, imported when the loss is computed
+    options: tuple[str, ...]  # fields of AlgorithmConfig
+
+
 POLICY_LOSSES = {
-    "ppo_clip": f"{_HERE}.losses:ppo_clip_loss",
-    "gspo": f"{_HERE}.losses:gspo_loss",
-    "cispo": f"{_HERE}.losses:cispo_loss",
+    "ppo_clip": PolicyLoss(f"{_HERE}.losses:ppo_clip_loss", ("eps_clip", "eps_clip_high", "eps_clip_c")),
+    "gspo": PolicyLoss(f"{_HERE}.losses:gspo_loss", ("eps_clip", "eps_clip_high", "eps_clip_c")),
+    "cispo": PolicyLoss(f"{_HERE}.losses:cispo_loss", ("eps_clip", "eps_clip_high")),
+    "sapo": PolicyLoss(f"{_HERE}.losses:sapo_loss", ("sapo_tau_pos", "sapo_tau_neg")),
+    "gmpo": PolicyLoss(f"{_HERE}.losses:gmpo_loss", ("eps_clip", "eps_clip_high")),
+    "dppo_tv": PolicyLoss(f"{_HERE}.losses:dppo_tv_loss", ("eps_clip", "eps_clip_high", "eps_clip_c")),
+    "dppo_kl": PolicyLoss(f"{_HERE}.losses:dppo_kl_loss", ("eps_clip", "eps_clip_high", "eps_clip_c")),
 }

@@ -35,7 +35,7 @@ def save_train_data(template: str, rollout_id: int, table: pa.Table, batch: Batc
     path = fill_template(template, rollout_id=rollout_id, rank=0)
     experience, estimate = trained.experience, trained.estimate
     per_token = {  # name -> [N], values of the trained tokens
-        "log_probs": trained.logprobs,
+        "log_probs": trained.tokens.get("trainer_logprobs"),
         "rollout_log_probs": experience.rollout_logprobs,
         "ref_log_probs": experience.ref_logprobs,
         "teacher_log_probs": experience.teacher_logprobs,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SECTION = "at a glance"
 ROUNDS = "penstock.rounds"  # tag of a run: the number of its trained rounds
-_REWARD, _LENGTH, _SPEED = "1 reward", "6 response length", "7 tokens per second"
+_REWARD, _SPEED, _LENGTH = "1 reward", "3 tokens per second", "7 response length"
 _MAIN_METRICS: dict[
     str, dict[str, tuple[str, ...]]
 ] = {  # kind of commit -> title of the chart -> metrics, of which the first one present is shown
@@ -34,9 +34,9 @@ _MAIN_METRICS: dict[
         _SPEED: ("perf/tokens_per_gpu_per_sec",),
     },
     "step": {
-        "3 KL": ("train/kl_loss", "train/ppo_kl"),
-        "4 gap": ("train/train_rollout_logprob_abs_diff",),
-        "5 entropy": ("train/entropy_loss",),
+        "4 KL": ("train/kl_loss", "train/ppo_kl"),
+        "5 gap": ("train/train_rollout_logprob_abs_diff",),
+        "6 entropy": ("train/entropy_loss",),
     },
     "sft step": {"1 loss": ("train/loss",), _SPEED: ("perf/actor_train_tok_per_s",)},
 }
@@ -64,7 +64,8 @@ _VIEW_NAME = "penstock"
 VIEW_TAG = f"mlflow.sharedViewState.{_VIEW_NAME}"
 _COLUMN_WIDTH = 200  # pixels, enough for the name of a metric
 _ROUNDS_COLUMN = f"tags.`{ROUNDS}`"
-_FIRST_COLUMNS = {"attributes.`Run Name`": 220, "runDateAndNestInfo": 150, "duration": 80, _ROUNDS_COLUMN: 130}
+_FIRST_COLUMNS = {"attributes.`Run Name`": 220, "runDateAndNestInfo": 150}  # MLflow pins them to the left
+_LAST_COLUMNS = {_ROUNDS_COLUMN: 130, "duration": 80}
 
 
 def runs_url(experiment_id: str) -> str:
@@ -80,8 +81,7 @@ def store_view(client: MlflowClient, experiment_id: str, metrics: Iterable[str])
     names = [f"{SECTION}/{_REWARD}", f"{SECTION}/{_SPEED}", *(name for name in metrics if "/2 " in name)]
     columns = {f"metrics.`{replace_forbidden_characters(name)}`" for name in names} | {_ROUNDS_COLUMN, *shown}
     if columns != set(shown):
-        widths = dict.fromkeys(sorted(columns), _COLUMN_WIDTH)
-        widths = _FIRST_COLUMNS | {name: width for name, width in widths.items() if name not in _FIRST_COLUMNS}
+        widths = _FIRST_COLUMNS | dict.fromkeys(sorted(columns - {_ROUNDS_COLUMN}), _COLUMN_WIDTH) | _LAST_COLUMNS
         state = {"selectedColumns": sorted(columns), "columnOrder": list(widths), "columnWidths": widths}
         view = {"name": _VIEW_NAME, "createdAt": 0, "state": json.dumps(state)}
         client.set_experiment_tag(experiment_id, VIEW_TAG, json.dumps(view))

@@ -35,7 +35,10 @@ from starlette.routing import Route
 
 from penstock.storage.web.login import HOST, LoginGate, read_login
 
-_CHOOSE_VIEW = """localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"')"""
+_ASSISTANT = "/ajax-api/3.0/mlflow/assistant"  # runs commands on this machine
+# The view "Model training"; and the panel of the assistant stays closed, which would hide columns on the first visit.
+_CHOOSE_VIEW = """localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"')
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")"""
 _HTML = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -48,8 +51,6 @@ location.replace("/" + (location.hash || "#/experiments"))
 </head>
 </html>
 """
-_ASSISTANT = "/ajax-api/3.0/mlflow/assistant"  # runs commands on this machine
-
 
 # Before the routes of the UI, which match all paths.
 app.router.routes.insert(0, Route("/model-training", lambda request: HTMLResponse(_HTML)))
