@@ -16,13 +16,9 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Vision
 from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin
-from penstock.engines.megatron.parallel import ParallelLayout
-from penstock.engines.megatron.train_backend import MegatronBackend
 from penstock.engines.parallel_layout import check_pipeline
-from penstock.engines.training import EngineBuild
 from penstock.storage.errors import DataError, LayoutError, OptionError
 from tests.engines.megatron_reference import (
-    OPTIMIZER,
     cross_entropy,
     make_engine,
     put_weights,
@@ -43,7 +39,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_logits_and_gradients_equal_transformers(world: None, references: dict[str, Reference], name: str) -> None:
     reference = references[name]
-    engine = make_engine(reference.shape)
+    engine = make_engine(reference.shape, freeze_vision=False)
     put_weights(engine, reference.weights)
     outputs = engine.forward_backward(reference.packs, cross_entropy)
     for output, expected in zip(outputs, reference.logits, strict=True):
@@ -136,8 +132,7 @@ def test_text_has_the_same_logits_with_one_and_with_three_positions(
 
 
 def build(reference: Reference, **options: Any) -> Any:
-    optimizer = OPTIMIZER | options.pop("optimizer", {})
-    engine = MegatronBackend().build(EngineBuild(reference.shape, ParallelLayout(), "fp32", optimizer, **options))
+    engine = make_engine(reference.shape, **options)
     if options.get("role") != "value":
         put_weights(engine, reference.weights)
     return engine
@@ -209,8 +204,8 @@ def test_resumed_training_is_equal_bit_for_bit(
 def test_recomputation_does_not_change_results(world: None, references: dict[str, Reference], name: str) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     digests = []
-    for options in ({}, full):
-        engine = build(references[name], freeze_vision=False, options=options)
+    for overrides in ({}, full):
+        engine = build(references[name], freeze_vision=False, overrides=overrides)
         step(engine, references[name])
         digests.append(engine.digest())
     assert digests[0] == digests[1]

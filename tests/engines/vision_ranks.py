@@ -53,7 +53,7 @@ def prepare(directory: Path, name: str) -> None:
 
 def run(case: str, overrides: dict[str, Any], layout: ParallelLayout, name: str, directory: Path) -> None:
     reference = loaded(directory, name)
-    engine = make_engine(reference.shape, layout=layout, optimizer=OPTIMIZER, overrides=overrides)
+    engine = make_engine(reference.shape, overrides, layout=layout, optimizer=OPTIMIZER, freeze_vision=False)
     engine.load_weights(directory / name / "saved")
     weights = dict(engine.gather_weights().tensors)
     assert weights.keys() == reference.weights.keys()

@@ -118,5 +118,5 @@ def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[
         else:
             hub[name] = tensor
     layout = tensor_layout(shape)
-    assert layout.hf_names() == hub.keys()
+    assert layout.hf_shapes.keys() == hub.keys()
     return {name: layout.to_megatron(name, hub.__getitem__) for name in layout.megatron_names()}
