@@ -124,7 +124,7 @@ class EngineBuild:
     dtype: Literal["fp32", "bf16"]  # dtype of weights and computation; optimizer states are always fp32
     optimizer: dict[str, Any]
     """Values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters
-    and, unless lr_decay_style is constant, lr_decay_iters."""
+    and, unless lr_decay_style is constant, lr_decay_iters. vision_lr, if given, replaces lr for the vision tower."""
     layout: ParallelLayout = field(default_factory=ParallelLayout)  # as passed to `TrainBackend.init_ranks`
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own options, as the user gave them
     seed: int = 1234  # seed of the random initial weights
@@ -183,10 +183,10 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self) -> tuple[bool, float, float]:
+    def optimizer_step(self) -> tuple[bool, float, list[float]]:
         """Clip the gradients, update the weights, and advance the learning-rate scheduler by one step.
-        Return whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
-        """
+        Return whether the weights were updated, the gradient norm before clipping, and the learning rates of this step:
+        that of the model, then that of its vision tower if it is trained."""
 
     @abstractmethod
     def reset_optimizer_states(self) -> None:

@@ -189,15 +189,15 @@ class MegatronEngine(TrainEngine):
 
         return hidden, compute_loss
 
-    def optimizer_step(self) -> tuple[bool, float, float]:
+    def optimizer_step(self) -> tuple[bool, float, list[float]]:
         self._memory.require_on_device("weights", "gradients", "optimizer")
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        rates = {group["is_decoupled_lr"]: group["lr"] for group in self.optimizer.param_groups}  # True: vision tower
         updated, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients; the gradient buffers are not changed
         self._param_gather.start_all()
         if updated:
             self.scheduler.step(1)
-        return bool(updated), float(grad_norm), learning_rate
+        return bool(updated), float(grad_norm), [rate for _, rate in sorted(rates.items())]
 
     def reset_optimizer_states(self) -> None:
         self._memory.require_on_device("optimizer")

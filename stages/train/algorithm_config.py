@@ -216,6 +216,10 @@ class AlgorithmConfig(StageConfig):
     freeze_vision: bool = option(True)
     """Do not train the vision tower of a vision-language model."""
 
+    vision_lr: float | None = option(None, gt=0)
+    """Learning rate of the vision tower if it is trained, in policy and critic, with the warm-up and decay of --lr;
+    default: the learning rate of the model that it belongs to."""
+
     reset_optimizer_states: bool = option(False)
     """Zero Adam's moments and step count of policy and critic before every round; the learning-rate schedule
     continues."""

@@ -326,12 +326,13 @@ def run_optimizer_steps(
     results = []
     for microbatches in steps:
         outputs = engine.forward_backward(microbatches, weighted_loss, routing=routing)
-        updated, grad_norm, learning_rate = engine.optimizer_step()
+        updated, grad_norm, learning_rates = engine.optimizer_step()
         failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
         assert updated, "the optimizer skipped the step"
         names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs
         sums: dict[str, Any] = {name: torch.stack([out[name] for out in outputs]).double().sum() for name in names}
-        replicated = {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}
+        replicated = {f"train/lr-pg_{index}": rate for index, rate in enumerate(learning_rates)}
+        replicated["train/grad_norm"] = grad_norm
         results.append({"partial_sums": sums, "replicated": replicated})
     return sum_over_ranks(engine, results)
 

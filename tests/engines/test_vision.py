@@ -19,6 +19,7 @@ from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin
 from penstock.engines.parallel_layout import check_pipeline
 from penstock.storage.errors import DataError, LayoutError, OptionError
 from tests.engines.megatron_reference import (
+    OPTIMIZER,
     cross_entropy,
     make_engine,
     put_weights,
@@ -173,6 +174,21 @@ def test_tower_is_frozen_unless_asked(world: None, references: dict[str, Referen
         frozen_parameters(reference.shape, None, [r"vision\.merger"])
 
 
+def test_tower_has_its_own_learning_rate(world: None, references: dict[str, Reference]) -> None:
+    reference, digests = references["qwen2.5-vl"], []
+    schedule = dict(lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=10)
+    for rates in (dict(lr=1e-2), dict(lr=1e-3), dict(lr=1e-2, vision_lr=1e-3)):
+        engine = build(reference, freeze_vision=False, optimizer=OPTIMIZER | schedule | rates)
+        engine.scheduler.step(1)
+        engine.forward_backward(reference.packs, cross_entropy)
+        learning_rates = engine.optimizer_step()[2]
+        assert learning_rates == pytest.approx([rates["lr"] / 2, rates.get("vision_lr", rates["lr"]) / 2])
+        digests.append(engine.digest())
+    large, small, both = digests
+    assert vision_of(both) == vision_of(small) and not vision_of(both).items() & vision_of(large).items()
+    assert {key: value for key, value in both.items() if key not in vision_of(both)}.items() <= large.items()
+
+
 def test_frozen_tower_leaves_the_other_gradients_as_they_are(world: None, references: dict[str, Reference]) -> None:
     reference = references["qwen3-vl"]
     engine = build(reference)
@@ -190,7 +206,8 @@ def test_resumed_training_is_equal_bit_for_bit(
     world: None, references: dict[str, Reference], tmp_path: Path, freeze: bool
 ) -> None:
     reference = references["qwen2.5-vl"]
-    engine, other = build(reference, freeze_vision=freeze), build(reference, freeze_vision=freeze, seed=5)
+    options = dict(freeze_vision=freeze, optimizer=OPTIMIZER | {"vision_lr": 1e-3})
+    engine, other = build(reference, **options), build(reference, **options, seed=5)
     step(engine, reference)
     engine.save(tmp_path, {"round": 1})
     assert other.load(tmp_path) == {"round": 1}

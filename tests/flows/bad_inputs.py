@@ -596,7 +596,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--num-critic-only-steps 2", "--use-routing-replay --use-rollout-routing-replay", "--use-routing-replay",
         "--use-rollout-routing-replay", "--gamma 2",
         "--lr-warmup-fraction 1", "--lr-decay-style cosine --lr-decay-iters 5 --lr-warmup-iters 5", "--min-lr 1",
-        "--critic-lr 1e-9 --min-lr 1e-8", "--loss-type sft_loss",
+        "--critic-lr 1e-9 --min-lr 1e-8", "--vision-lr 1e-9 --min-lr 1e-8", "--loss-type sft_loss",
         "--lr-decay-style linear --lr-decay-iters 3 --critic-lr-warmup-iters 9",
         "--virtual-pipeline-model-parallel-size 2", "--tensor-model-parallel-size 3 --actor-num-gpus-per-node 3",
         "--tensor-model-parallel-size 16 --actor-num-gpus-per-node 16 --rollout-batch-size 16",
