@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Literal
 
@@ -147,6 +147,23 @@ class Vision(_Component):
                 shapes[f"{name}.bias"] = shape[:1]
         return shapes
 
+    def train_flops(self, grids: Iterable[Sequence[int]], *, trained: bool) -> float:
+        """Return the FLOPs of one forward pass over images with these (frames, rows, columns) of patches; `trained`: of
+        a forward and a backward pass."""
+        side = self.window_size * self.merge_size  # of a window, in patches
+        windowed = self.num_blocks - len(self.full_attention_blocks) if side else 0  # number of blocks with windows
+        matrices = {name: prod(size) for name, size in self.tensor_shapes.items() if len(size) > 1}
+        matrices.pop("pos_embed.weight", None)
+        # weights per patch: mergers multiply blocks of patches
+        weights = sum(count / (self.merge_size**2 if "merger" in name else 1) for name, count in matrices.items())
+        forward = 0.0
+        for frames, rows, columns in grids:
+            pairs = (self.num_blocks - windowed) * (rows * columns) ** 2  # pairs of patches, of all blocks
+            if windowed:
+                pairs += windowed * prod(length // side * side**2 + (length % side) ** 2 for length in (rows, columns))
+            forward += frames * (2 * weights * rows * columns + 4 * self.hidden_size * pairs)
+        return forward * (3.0 if trained else 1.0)
+
     def image_starts(self, token_ids: np.ndarray, grids: Sequence[Sequence[int]]) -> list[int]:
         """Return the index of each image's first token in a prompt, whose image tokens must be those of its images.
         `grids` has (frames, rows, columns) of patches of each image."""
@@ -220,14 +237,26 @@ class ModelShape(BaseModel):
         """Return the number of parameters used for one token: all except routed experts that are not in the top-k."""
         return self._num_parameters(self.experts.top_k if self.experts else 0)
 
-    def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:
+    def train_flops(
+        self,
+        tokens: int,
+        sum_of_squared_lengths: int,
+        grids: Iterable[Sequence[int]] = (),
+        *,
+        frozen: bool = False,
+        trains_vision: bool = False,
+    ) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
         recomputation). The squared lengths of the sequences count pairs of tokens; causal attention computes half of
-        them. `frozen`: the weights have no gradients, because only adapters are trained, which are not counted."""
+        them. `grids`: (frames, rows, columns) of patches of each image; a vision tower that is not trained has no
+        backward pass. `frozen`: the weights have no gradients, because only adapters are trained, which are not
+        counted."""
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
         attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
         products = 4.0 if frozen else 6.0  # forward, gradient of the input, gradient of the weight; 2 FLOPs each
-        return products * self._num_matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
+        matrices = self._num_matrix_weights(self.experts.top_k if self.experts else 0)
+        tower = self.vision.train_flops(grids, trained=trains_vision) if self.vision else 0.0
+        return products * matrices * tokens + 3.0 * attention + tower
 
     def _num_parameters(self, num_experts: int) -> int:
         """Return the number of parameters, counting `num_experts` routed experts per layer."""

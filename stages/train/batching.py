@@ -46,6 +46,8 @@ class Batch:
     train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards` if a user-defined function set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
+    image_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))  # [I, 3] as in `PackedImages`
+    image_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [I] sample of each image
 
     @classmethod
     def from_table(cls, table: pa.Table, *, needs_rewards: bool, components: Iterable[str] = ()) -> Batch:
@@ -96,6 +98,16 @@ class Batch:
     def num_trained_tokens(self) -> np.ndarray:  # [B]
         """Number of trained tokens of each sample."""
         return np.bincount(self.sample_index, minlength=len(self.lengths))
+
+
+def train_flops(
+    shape: ModelShape, batch: Batch, samples: np.ndarray, *, frozen: bool = False, trains_vision: bool = False
+) -> float:
+    """Return the FLOPs of one forward and backward pass over samples of a batch; `ModelShape.train_flops` says what
+    counts."""
+    lengths, grids = batch.lengths[samples], batch.image_grids[np.isin(batch.image_samples, samples)].tolist()
+    tokens, squares = int(lengths.sum()), int((lengths**2).sum())
+    return shape.train_flops(tokens, squares, grids, frozen=frozen, trains_vision=trains_vision)
 
 
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32

@@ -5,20 +5,28 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import Vision
+from penstock.engines.families.shape import ModelShape, Vision
 from penstock.engines.megatron.frozen_parameters import frozen_parameters
+from penstock.engines.megatron.memory_plan import TrainerOptions, vision_activations
 from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin
+from penstock.engines.megatron.model.transformer_config import transformer_config
+from penstock.engines.megatron.model.vision import VisionTower
 from penstock.engines.parallel_layout import check_pipeline
 from penstock.storage.errors import DataError, LayoutError, OptionError
 from tests.engines.megatron_reference import (
+    FULL,
     OPTIMIZER,
     cross_entropy,
     make_engine,
@@ -129,6 +137,49 @@ def test_text_has_the_same_logits_with_one_and_with_three_positions(
     assert torch.equal(one, three)
 
 
+# ---- FLOPs and memory ------------------------------------------------------------------------------------------------
+
+
+def build_tower(shape: ModelShape, megatron: dict[str, Any]) -> tuple[VisionTower, torch.Tensor, list[list[int]]]:
+    """Return a tower in bf16, and the patches and grids of three images."""
+    tower, grids = VisionTower(shape.vision, transformer_config(shape, None, "bf16", megatron)), [[1, 8, 16], [2, 4, 6]]
+    return tower, torch.randn(sum(map(prod, grids)), tower.shape.patch_dim), grids
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_flops_equal_those_that_torch_counts(world: None, references: dict[str, Reference], name: str) -> None:
+    tower, pixel_values, grids = build_tower(references[name].shape, {})
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        tower(pixel_values, grids, "padded")
+    assert tower.shape.train_flops(grids, trained=False) == counter.get_total_flops()
+    assert tower.shape.train_flops(grids, trained=True) == 3 * counter.get_total_flops()
+
+
+@pytest.mark.parametrize("megatron", [{}, FULL], ids=["all", "recomputed"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_estimated_memory_is_near_that_of_the_saved_tensors(
+    world: None, references: dict[str, Reference], name: str, megatron: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU RMSNorm saves copies in fp32, and its GPU kernel does not: LayerNorm takes its place."""
+    layer_norm = lambda vision, size, config, options: nn.LayerNorm(size, 1e-6, **options)
+    monkeypatch.setattr("penstock.engines.megatron.model.vision.make_norm", layer_norm)
+    tower, pixel_values, grids = build_tower(references[name].shape, megatron)
+    parameters = {param.untyped_storage().data_ptr() for param in tower.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(pixel_values, grids, "padded")
+    num_bytes = sum(x.untyped_storage().nbytes() for pointer, x in saved.items() if pointer not in parameters)
+    options = TrainerOptions(freeze_vision=False, megatron=megatron)
+    stored, _ = vision_activations(tower.shape, 2, options)
+    num_tokens = sum(map(tower.shape.num_image_tokens, grids))
+    assert num_bytes / num_tokens == pytest.approx(stored, rel=0.1)
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +270,7 @@ def test_resumed_training_is_equal_bit_for_bit(
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 def test_recomputation_does_not_change_results(world: None, references: dict[str, Reference], name: str) -> None:
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    full = FULL | {"recompute_num_layers": 2}
     digests = []
     for overrides in ({}, full):
         engine = build(references[name], freeze_vision=False, overrides=overrides)
