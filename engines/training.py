@@ -96,15 +96,13 @@ class EnginePack(Protocol):
 
     With routing replay the engine also reads and sets `routing: dict[int, Tensor] | None`. It maps the index of a layer
     in the whole model, from 0, to the expert ids of the tokens: [T, top_k] int16 on the CPU, -1 where they are unknown.
-
-    For a vision-language model the engine also reads `images: PackedImages | None`, if the field exists. A micro-batch
-    with images has the positions of `Vision.token_positions`, [3, T].
     """
 
     token_ids: Tensor  # [T] int64, the concatenated sequences
-    position_ids: Tensor  # [T] int64, from 0 in every sequence
+    position_ids: Tensor  # [T] int64, from 0 in every sequence; [3, T] with images (`Vision.token_positions`)
     cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
     max_seqlen: int  # number of tokens of the longest sequence
+    images: PackedImages | None  # of a vision-language model
     stream: Any  # result of `TrainEngine.pack_stream`; None: every pass calls `pack_stream`
 
 

@@ -37,9 +37,8 @@ FAMILIES = {  # architecture -> family
     )
 }
 MAX_EXPERT_MATRICES = 1_000_000  # upper limit of (number of layers) x (experts per layer)
-REPLICATED = re.compile(
-    rf"layernorm|router\.|_down_proj\.|^{VISION}"
-)  # Megatron names of weights that every tensor rank holds
+# Megatron names of weights that every tensor rank holds
+REPLICATED = re.compile(rf"layernorm|router\.|_down_proj\.|^{VISION}")
 FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
 
 

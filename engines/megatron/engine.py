@@ -128,7 +128,7 @@ class MegatronEngine(TrainEngine):
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
         stream = pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
-        vision, images = self.shape.vision, getattr(packed, "images", None)
+        vision, images = self.shape.vision, packed.images
         if vision and images and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
             tensor_rank = parallel_state.get_tensor_model_parallel_rank() if tensor > 1 else 0
             stream.images = place_images(images, stream, vision, tensor, tensor_rank)

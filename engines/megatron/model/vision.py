@@ -50,11 +50,6 @@ class VisionTower(nn.Module):
         for param in self.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    @property
-    def is_trained(self) -> bool:
-        """Return whether any parameter of the tower is trained."""
-        return any(param.requires_grad for param in self.parameters())
-
     def forward(self, pixel_values: Tensor, grids: list[list[int]], kernel: str) -> list[Tensor]:
         """Return the embeddings of the image tokens, and the deepstack features in the order of decoder layers. [n,
         output_size] each
@@ -243,7 +238,7 @@ def insert_images(hidden: Tensor, tower: VisionTower, stream: PackedStream) -> T
     If the tower is trained and the micro-batch has no image, the tower computes a blank one that no token uses: with
     overlapped gradient reduction Megatron waits for the gradient of every trained parameter.
     """
-    trained = tower.is_trained and torch.is_grad_enabled()
+    trained = torch.is_grad_enabled() and any(param.requires_grad for param in tower.parameters())
     images = stream.images
     if images is None:
         if not trained:
