@@ -109,7 +109,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig, shape: ModelShape) -> Non
     rows: list[Row] = []
     if plan.trainer:
         rows += trainer_rows(plan.trainer, config, plan.offload_train)
-        rows += [] if shape.vision is None else [vision_row(shape, shape.vision, config.train)]
+        rows[1:1] = [] if shape.vision is None else [vision_row(shape, shape.vision, config.train)]  # after the weights
     if plan.engine:
         engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
         per_engine = config.rollout.rollout_num_gpus_per_engine
@@ -187,9 +187,9 @@ def vision_row(shape: ModelShape, vision: Vision, train: TrainConfig) -> Row:
     flops = shape.train_flops(tokens, tokens**2, [grid], frozen=frozen, trains_vision=trained)
     share = vision.train_flops([grid], trained=trained) / flops
     return (
-        "of this, weights of the vision tower",
+        "trainer, vision tower",
         format_gib(num_parameters * BYTES[train.params_dtype or "bf16"]),
-        f"{'trained' if trained else 'frozen'}, on the first pipeline stage; all tokens counted as those of images; "
+        f"its weights, on the first pipeline stage; {'trained' if trained else 'frozen'}; "
         f"{share:.0%} of the {flops / 1e12:.1f} TFLOP of a {IMAGE_SIDE} x {IMAGE_SIDE} image ({tokens} tokens)",
     )
 
