@@ -133,6 +133,13 @@ def check_pipeline(
             sizes += f" with --virtual-pipeline-model-parallel-size {virtual}"
         found = f"{sizes} {flags}".strip() + f" cannot split the model's {shape.num_layers} layers"
         raise LayoutError(f"{found} equally: {suggest_split(shape.num_layers, pipeline, virtual or 1)}")
+    layers = stages[0] // (virtual or 1) - bool(options.get("account_for_embedding_in_pipeline_split"))
+    needed = len(shape.vision.deepstack_blocks) if shape.vision and pipeline > 1 else 0
+    if layers < needed:
+        raise LayoutError(
+            f"the pipeline chunk with the vision tower has {layers} layers, but {shape.architecture} adds features of "
+            f"the tower to the outputs of the first {needed}: use fewer stages, or {FIRST_STAGE_FLAG}"
+        )
 
 
 def split_layers(num_layers: int, pipeline: int, first: int | None = None, last: int | None = None) -> list[int] | None:

@@ -82,6 +82,15 @@ class EngineStream(Protocol):
         """Return the tokens of the micro-batch whose hidden states this rank's loss function gets."""
 
 
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of a micro-batch, in the order of their tokens."""
+
+    pixel_values: Tensor  # [P, patch_dim] float32, patches in the order of transformers' image processors, on the CPU
+    grid_thw: Tensor  # [I, 3] int64, (frames, rows, columns) of patches of each image, on the CPU
+    starts: Tensor  # [I] int64, index of each image's first token in the micro-batch, ascending
+
+
 class EnginePack(Protocol):
     """A packed micro-batch of B sequences with T tokens in total. A loss function may use further fields.
 
@@ -90,9 +99,10 @@ class EnginePack(Protocol):
     """
 
     token_ids: Tensor  # [T] int64, the concatenated sequences
-    position_ids: Tensor  # [T] int64, from 0 in every sequence
+    position_ids: Tensor  # [T] int64, from 0 in every sequence; [3, T] with images (`Vision.token_positions`)
     cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
     max_seqlen: int  # number of tokens of the longest sequence
+    images: PackedImages | None  # of a vision-language model
     stream: Any  # result of `TrainEngine.pack_stream`; None: every pass calls `pack_stream`
 
 
@@ -112,13 +122,14 @@ class EngineBuild:
     dtype: Literal["fp32", "bf16"]  # dtype of weights and computation; optimizer states are always fp32
     optimizer: dict[str, Any]
     """Values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style, lr_warmup_iters
-    and, unless lr_decay_style is constant, lr_decay_iters."""
+    and, unless lr_decay_style is constant, lr_decay_iters. vision_lr, if given, replaces lr for the vision tower."""
     layout: ParallelLayout = field(default_factory=ParallelLayout)  # as passed to `TrainBackend.init_ranks`
     options: dict[str, Any] = field(default_factory=dict)  # the engine's own options, as the user gave them
     seed: int = 1234  # seed of the random initial weights
     role: Role = "policy"
     freeze: Sequence[str] | None = None  # --freeze-params-name-list
     only_train: Sequence[str] | None = None  # --only-train-params-name-list
+    freeze_vision: bool = True  # --freeze-vision
     lora: LoraOptions | None = None  # adapters, which are then the only trained parameters
     fp32_head: bool = False  # --fp32-lm-head
     deterministic: bool = False  # use deterministic kernels, and fail at operations without one
@@ -170,10 +181,10 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self) -> tuple[bool, float, float]:
+    def optimizer_step(self) -> tuple[bool, float, list[float]]:
         """Clip the gradients, update the weights, and advance the learning-rate scheduler by one step.
-        Return whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
-        """
+        Return whether the weights were updated, the gradient norm before clipping, and the learning rates of this step:
+        that of the model, then that of its vision tower if it is trained."""
 
     @abstractmethod
     def reset_optimizer_states(self) -> None:

@@ -72,6 +72,7 @@ def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_
             critic=train.uses_critic,
             num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.loads_teacher,
             lora=train.lora,
+            freeze_vision=train.freeze_vision,
             megatron=train.megatron.model_dump(),
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)

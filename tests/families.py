@@ -129,13 +129,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
+VISION: dict[str, Any] = dict(  # more blocks than one window, and images of other sizes than the position embeddings
+    depth=3, hidden_size=24, intermediate_size=28, num_heads=2, patch_size=4, out_hidden_size=40
+)
+QWEN3_VISION = VISION | dict(num_position_embeddings=25, deepstack_visual_indexes=[0, 2])
+IMAGE_TOKEN = 58
+VISION_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl": dict(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        vision_config=VISION | dict(window_size=16, fullatt_block_indexes=[1]),
+        tie_word_embeddings=True,
+        **_rope(1e6, mrope_section=[1, 2, 2]),
+    ),
+    "qwen3-vl": dict(
+        architecture="Qwen3VLForConditionalGeneration",
+        vision_config=QWEN3_VISION,
+        head_dim=16,
+        **_rope(5e6, mrope_section=[4, 2, 2]),
+    ),
+    "qwen3-vl-moe": dict(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        vision_config=QWEN3_VISION,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        **_rope(5e6, mrope_section=[3, 3, 2]),
+    ),
+}
+
 
 def make_family(directory: str | Path, name: str, seed: int = 0, dtype: str = "float32", **config_changes: Any) -> Path:
     """Write a tiny random checkpoint of a family, with the demo's character tokenizer. Deterministic.
 
     Args:
         directory: created if it does not exist.
-        name: in FAMILIES.
+        name: in FAMILIES or VISION_FAMILIES.
         seed: of the weights.
         dtype: of all weights except router corrections, which stay float32 as in the hub's files.
         config_changes: replace entries of the Hugging Face config, or the architecture. `num_nextn_predict_layers=1`
@@ -163,10 +192,13 @@ def _write_family(path: Path, name: str, seed: int, dtype: str, config_changes: 
     from penstock.flows.commands.demo_model import END, PAD, make_tokenizer
 
     disable_progress_bar()
-    fields = COMMON | FAMILIES[name] | config_changes
+    fields = COMMON | (FAMILIES | VISION_FAMILIES)[name] | config_changes | dict(eos_token_id=END, pad_token_id=PAD)
     model_class = getattr(transformers, fields.pop("architecture"))
     model_type = fields.pop("model_type", None)
-    config = model_class.config_class(eos_token_id=END, pad_token_id=PAD, dtype=dtype, **fields)
+    if "vision_config" in fields:
+        outer = {key: fields.pop(key) for key in ("vision_config", "tie_word_embeddings")}
+        fields = outer | dict(text_config=fields, image_token_id=IMAGE_TOKEN, video_token_id=57)
+    config = model_class.config_class(dtype=dtype, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
@@ -175,8 +207,8 @@ def _write_family(path: Path, name: str, seed: int, dtype: str, config_changes: 
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
     _cast(model, getattr(torch, dtype))
     model.save_pretrained(path)
-    make_tokenizer(config.max_position_embeddings).save_pretrained(path)
-    _as_on_the_hub(path / "config.json", model_type)
+    make_tokenizer(config.get_text_config().max_position_embeddings).save_pretrained(path)
+    _as_on_the_hub(path, model_type)
     if extra:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in extra.items()}
         _add(path, tensors, config.num_hidden_layers)
@@ -232,13 +264,34 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
         model.get_submodule(module)._buffers[last] = buffer
 
 
-def _as_on_the_hub(path: Path, model_type: str | None) -> None:
-    """Rename entries of a config.json as in the hub's checkpoints."""
+def _as_on_the_hub(directory: Path, model_type: str | None) -> None:
+    """Rename entries of a config.json, and store experts of Qwen3-VL-MoE, as in the hub's checkpoints."""
+    path = directory / "config.json"
     config = json.loads(path.read_text())
-    if "num_local_experts" in config:  # transformers 5's name of Qwen3's `num_experts`
-        config["num_experts"] = config.pop("num_local_experts")
+    text = config.get("text_config", config)
+    if "num_local_experts" in text:  # transformers 5's name of Qwen3's `num_experts`
+        text["num_experts"] = text.pop("num_local_experts")
+        if "text_config" in config:
+            _transpose_experts(directory / "model.safetensors")
     config["model_type"] = model_type or config["model_type"]
+    if config["model_type"] == "qwen2_5_vl":  # no `text_config`
+        rope = text.pop("rope_parameters")
+        del text["model_type"], config["text_config"]
+        config |= text | {"rope_theta": rope["rope_theta"]}
+        config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _transpose_experts(file: Path) -> None:
+    """Store stacked experts as [experts, in, out]; a model that transformers did not load is saved as [experts, out,
+    in]."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _prediction_layer(model: Any) -> dict[str, Tensor]:

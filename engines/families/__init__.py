@@ -15,19 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.families.deepseek_and_glm import DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
-from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary_from_config
+from penstock.engines.families.entries import (
+    ConfigEntries,
+    merge_text_config,
+    read_config,
+    refuse_unsupported,
+    rotary_from_config,
+)
 from penstock.engines.families.family import Family, load_family
 from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from penstock.engines.families.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, TensorLayout, TensorRow
+from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, VISION, TensorLayout, TensorRow
 from penstock.storage.errors import ModelError, PenstockError, PluginError
 
 FAMILIES = {  # architecture -> family
     family.architecture: family
-    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3)
+    for family in (
+        *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE),
+        *(GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3),
+    )
 }
 MAX_EXPERT_MATRICES = 1_000_000  # upper limit of (number of layers) x (experts per layer)
-REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds
+# Megatron names of weights that every tensor rank holds
+REPLICATED = re.compile(rf"layernorm|router\.|_down_proj\.|^{VISION}")
 FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
 
 
@@ -43,7 +54,8 @@ def shape_from_config(
 ) -> ModelShape:
     """Return the model shape that the entries `values` of a config.json describe. Raises ModelError, which names
     `source` (the path of the file), and PluginError if the external family at `family_path` fails."""
-    architecture = (ConfigEntries(values, source, {})["architectures"] or ["none"])[0]
+    given = ConfigEntries(values, source, {})
+    values, architecture = merge_text_config(given), (given["architectures"] or ["none"])[0]
     external = load_family(family_path) if family_path else None
     families = FAMILIES | ({external.architecture: external} if external else {})
     if architecture not in families:

@@ -79,15 +79,18 @@ TYPES: dict[str, EntryType] = {  # types of config.json's entries; null is valid
     **dict.fromkeys(("hidden_act", "scoring_func", "topk_method", "rope_type", "type", "model_type"), TEXT),
     **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types"), TEXTS),
     "mlp_only_layers": LAYERS,
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config", "vision_config"), TABLE),
 }  # fmt: skip
 
 REQUIRED = {  # entries that must not be null: transformers has no default for them
     "num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
     "max_position_embeddings", "rms_norm_eps", "hidden_act", "moe_intermediate_size", "num_experts_per_tok",
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "routed_scaling_factor",
-    "is_causal",
+    "is_causal", "image_token_id",
 }  # fmt: skip
+
+# entries of a vision-language model that count at the top level, also where `text_config` repeats them
+OUTER = ("architectures", "model_type", "tie_word_embeddings", "image_token_id", "vision_config")
 
 # Entries that belong to other architectures -> the only value, besides null, that has no effect; other values are
 # refused. For the architectures supported here transformers ignores these entries, but inference engines apply some.
@@ -220,6 +223,15 @@ class ConfigEntries:
     def refuse_contradiction(self, found: str) -> NoReturn:
         """Raise a ModelError about entries of config.json that contradict each other."""
         self.refuse(found, "which contradict each other", "correct config.json")
+
+
+def merge_text_config(config: ConfigEntries) -> dict[str, Any]:
+    """Return the entries of a config.json with those of `text_config` at the top level, where the language model of a
+    vision-language model has them in older files."""
+    text = config["text_config"]
+    if not text:
+        return config.values
+    return {**config.values, **{name: value for name, value in text.items() if name not in OUTER}}
 
 
 def to_short_json(value: Any) -> str:

@@ -38,6 +38,8 @@ class Family:
         expert_entries: function of the number of dense layers and of all layers that returns the config.json entries
             which set these numbers. Used to check the logits of a few layers of a large MoE model; with None, only
             the whole model can be checked.
+        stacked_experts: whether weight files have one transposed tensor for all experts of a layer
+            (`hf_headers.unstack_experts`). The tensor table has the experts one by one.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Family:
     rows: Callable[[ModelShape], list[TensorRow]] = decoder_rows
     entry_types: dict[str, EntryType] = field(default_factory=dict)
     expert_entries: Callable[[int, int], dict[str, Any]] | None = None
+    stacked_experts: bool = False
 
 
 def load_family(path: str) -> Family:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"  # Megatron's names
+VISION = "vision."  # prefix of the names of the vision tower's tensors
 
 
 class Op(Protocol):
@@ -323,6 +324,23 @@ def unconverted_layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple
     """Return the mapping of a tensor that every layer has and that is identical in Megatron and Hugging Face; only the
     names (without the layer prefix: `megatron`, `hf`) differ."""
     return TensorRow(MEGATRON + megatron, Same(), {HF + hf: size}, layers=range(shape.num_layers))
+
+
+def vision_rows(shape: ModelShape, prefix: str) -> list[TensorRow]:
+    """Return the mapping of the vision tower's tensors. `prefix`: beginning of their Hugging Face names."""
+    assert shape.vision is not None, shape.family
+    rows = [
+        TensorRow(VISION + name, Same(), {prefix + name: size}) for name, size in shape.vision.tensor_shapes.items()
+    ]
+    if shape.vision.variant == "qwen3":
+        return rows
+    for index, row in enumerate(rows):
+        if ".mlp.linear_fc1." in row.megatron:
+            [(name, (size, *columns))] = row.hf.items()
+            parts = {name.replace("linear_fc1", part): (size // 2, *columns) for part in ("gate_proj", "up_proj")}
+            rows[index] = replace(row, op=GateUp(), hf=parts)
+    names = {"merger.linear_fc1": "merger.mlp.0", "merger.linear_fc2": "merger.mlp.2", "merger.norm": "merger.ln_q"}
+    return renamed(rows, names | {"linear_fc2": "down_proj"})
 
 
 def renamed(rows: list[TensorRow], names: dict[str, str]) -> list[TensorRow]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
 from penstock.engines.megatron.model.transformer_config import FA4, choose_attention_kernel, torch_attention_kernel
-from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream
+from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream, place_images
 from penstock.engines.megatron.parallel import device, device_name, peak_flops
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 
@@ -91,7 +91,8 @@ class MegatronEngine(TrainEngine):
         self._base_hashes: dict[str, str] = {}  # hashes of the frozen base weights under adapters
         if self.lora is not None:
             add_adapters(self.chunks, self.lora, seed)
-        weights.freeze_parameters(self.chunks, frozen_parameters(shape, build.freeze, build.only_train))
+        frozen = frozen_parameters(shape, build.freeze, build.only_train, build.freeze_vision)
+        weights.freeze_parameters(self.chunks, frozen)
         self.config = self.chunks[0].config  # shared by all chunks
         self.wrapped = wrap_chunks_in_ddp(self.chunks, self.config, overrides)
         self._param_gather = ParamGather(self.wrapped)
@@ -126,7 +127,12 @@ class MegatronEngine(TrainEngine):
     def pack_stream(self, packed: EnginePack) -> PackedStream:
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
-        return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
+        stream = pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
+        vision, images = self.shape.vision, packed.images
+        if vision and images and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            tensor_rank = parallel_state.get_tensor_model_parallel_rank() if tensor > 1 else 0
+            stream.images = place_images(images, stream, vision, tensor, tensor_rank)
+        return stream
 
     def forward_backward(
         self,
@@ -183,15 +189,15 @@ class MegatronEngine(TrainEngine):
 
         return hidden, compute_loss
 
-    def optimizer_step(self) -> tuple[bool, float, float]:
+    def optimizer_step(self) -> tuple[bool, float, list[float]]:
         self._memory.require_on_device("weights", "gradients", "optimizer")
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        rates = {group["is_decoupled_lr"]: group["lr"] for group in self.optimizer.param_groups}  # True: vision tower
         updated, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients; the gradient buffers are not changed
         self._param_gather.start_all()
         if updated:
             self.scheduler.step(1)
-        return bool(updated), float(grad_norm), learning_rate
+        return bool(updated), float(grad_norm), [rate for _, rate in sorted(rates.items())]
 
     def reset_optimizer_states(self) -> None:
         self._memory.require_on_device("optimizer")

@@ -1,5 +1,5 @@
-"""The choice of the parameters that are not trained, by patterns of their names (--freeze-params-name-list,
---only-train-params-name-list). The driver imports this module, which does not import torch.
+"""The choice of the parameters that are not trained: the vision tower (--freeze-vision), and patterns of names
+(--freeze-params-name-list, --only-train-params-name-list). The driver imports this module, which does not import torch.
 
 A pattern is a regular expression that is searched in both names that a parameter has in Megatron-core: the name in its
 local layers, which Penstock uses, and the name in TransformerEngine's layers. Layers and experts are numbered over the
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import VISION
 from penstock.storage.errors import OptionError
 from penstock.storage.preemption import time_limit
 
@@ -26,13 +27,16 @@ FUSED_NORMS = {  # name in Megatron's local layers -> name in TransformerEngine'
 }
 
 
-def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_train: Sequence[str] | None) -> set[str]:
+def frozen_parameters(
+    shape: ModelShape, freeze: Sequence[str] | None, only_train: Sequence[str] | None, freeze_vision: bool = True
+) -> set[str]:
     """Return the names (of Megatron's local layers) of the parameters that are not trained: those that match a pattern
-    in `freeze`, or those that match none in `only_train`."""
+    in `freeze`, or those that match none in `only_train`; with `freeze_vision` also those of the vision tower."""
     flag, patterns = (FREEZE, freeze) if freeze else (ONLY_TRAIN, only_train)
-    if not patterns:
-        return set()
     names = [name for name in tensor_layout(shape).megatron_names() if not name.endswith("router.expert_bias")]
+    vision = {name for name in names if freeze_vision and name.startswith(VISION)}
+    if not patterns:
+        return vision
     matched: set[str] = set()
     for pattern in patterns:
         try:
@@ -48,9 +52,10 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
                 "tied LM head is part of embedding.word_embeddings.weight)"
             )
         matched |= found
-    frozen, given = matched if freeze else set(names) - matched, f"{flag} {' '.join(patterns)}"
+    frozen, given = (matched if freeze else set(names) - matched) | vision, f"{flag} {' '.join(patterns)}"
     if len(frozen) == len(names):
-        raise OptionError(f"{given} freezes every parameter: leave some to train")
+        also = ", or add --no-freeze-vision" if vision else ""
+        raise OptionError(f"{given} freezes every parameter: leave some to train{also}")
     of_layer = {name: EXPERT.sub(r".local_experts.*.\2.weight", name) for name in names}
     if split := sorted({of_layer[name] for name in frozen} & {of_layer[name] for name in set(names) - frozen}):
         raise OptionError(

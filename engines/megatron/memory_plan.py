@@ -16,17 +16,21 @@ which are the inputs and outputs of both norms; the QKV projection (q + 2 k), it
 the rotated queries and keys, the output of attention; the output of the first MLP matrix (2 f) and of SwiGLU (f).
 Tensor parallelism divides the attention and MLP terms; the terms in h are divided only with sequence parallelism.
 Tokens are counted per rank, after context parallelism.
+
+How many tokens of a micro-batch belong to images depends on the data: all of them are assumed to. Every rank of the
+first stage computes all images of a micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from penstock.engines.families import RankParameters, count_rank_parameters, tensor_layout
-from penstock.engines.families.shape import ModelShape
-from penstock.engines.families.tensor_rows import EMBEDDING, HEAD
+from penstock.engines.families.shape import ModelShape, Vision
+from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, VISION
 from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
 
@@ -54,6 +58,7 @@ class TrainerOptions:
     critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # number of reference and teacher models, whose weights are in host memory
     lora: LoraOptions | None = None  # with adapters, the model's own weights have no gradients and optimizer state
+    freeze_vision: bool = True  # --freeze-vision: the vision tower has no gradients and optimizer state
     megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
 
 
@@ -103,11 +108,11 @@ def estimate_stage_memory(
     model has no second copy of its weights."""
     megatron, size = options.megatron, BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
-    models = [count_stage_parameters(shape, layout, layers, stage)]
-    if options.critic:
-        models.append(count_stage_parameters(shape, layout, layers, stage, critic=True))
+    count = partial(count_stage_parameters, shape, layout, layers, stage)
+    roles = (False, True) if options.critic else (False,)
+    models = [count(critic) for critic in roles]
     parameters = sum(model.total for model in models)
-    trained = models
+    trained = [count(critic, has_vision=False) for critic in roles] if options.freeze_vision else models
     if options.lora is not None:
         trained = [count_adapter_parameters(shape, layers, options.lora, layout.expert)]
         parameters += trained[0].total
@@ -157,13 +162,21 @@ def count_adapter_parameters(
 
 
 def count_stage_parameters(
-    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
+    shape: ModelShape,
+    layout: ParallelLayout,
+    layers: Sequence[int],
+    stage: int,
+    critic: bool = False,
+    has_vision: bool = True,
 ) -> RankParameters:
     """Return how many parameters a rank of the pipeline stage `stage` has, whose layers are `layers`. The first stage
-    has the embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and
-    on different stages. A critic has a value head of one row instead of the LM head."""
+    has the embedding and, with `has_vision`, the vision tower; the last has the final norm and the head, which is a
+    copy of the embedding if both are tied and on different stages. A critic has a value head of one row instead of the
+    LM head."""
     first, last = stage == 0, stage == layout.pipeline - 1
     outer = {EMBEDDING} if first else set()
+    if first and shape.vision is not None and has_vision:
+        outer |= {VISION + name for name in shape.vision.tensor_shapes}
     if last:
         outer.add("decoder.final_layernorm.weight")
         if not critic:
@@ -204,6 +217,9 @@ def activation_bytes(
     """
     size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
     stored, temporary = (tokens * x for x in layer_activations(shape, layers, layout, size, options.megatron))
+    if shape.vision is not None and stage == 0:
+        tower, block = vision_activations(shape.vision, size, options)
+        stored, temporary = stored + tokens * layout.context * tower, max(temporary, tokens * layout.context * block)
     later = layout.pipeline - 1 - stage
     stored *= later + 1 if virtual == 1 else (2 * later + (virtual - 1) * layout.pipeline + 1) / virtual
     if stage == layout.pipeline - 1:
@@ -216,6 +232,25 @@ def activation_bytes(
         # The input of the head, and the input and output of the final norm.
         stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)
     return stored, temporary
+
+
+def vision_activations(vision: Vision, bytes_per_element: int, options: TrainerOptions) -> tuple[float, float]:
+    """Return the activation memory of the vision tower in bytes per image token: the memory kept until the backward
+    pass, and that of one block. A tower that is not trained keeps only the deepstack features.
+
+    A block keeps for each patch the inputs and outputs of both norms, queries, keys and values, the rotated queries and
+    keys, the output of attention, and the MLP: output of the first matrix and of the activation, which SwiGLU also
+    keeps before the product with its second half. A merger keeps three matrices of the size of its input.
+    """
+    size, hidden, mergers = bytes_per_element, vision.hidden_size, 1 + len(vision.deepstack_blocks)
+    mlp = (4 if vision.variant == "qwen2.5" else 2) * vision.ffn_hidden_size
+    block = size * (10 * hidden + mlp) + FP32 * vision.num_attention_heads
+    patches, output = vision.merge_size**2, size * vision.output_size
+    if options.freeze_vision:
+        return (mergers - 1) * output, patches * block
+    kept = size * hidden if options.megatron.get("recompute_granularity") == "full" else block
+    tower = size * (vision.patch_dim + hidden) + vision.num_blocks * kept + 3 * mergers * size * hidden
+    return patches * tower + mergers * output, patches * block
 
 
 def layer_activations(

@@ -49,11 +49,18 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from penstock.engines.families.tensor_rows import VISION
 from penstock.engines.megatron.memory_plan import CHUNK_NUMEL
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
@@ -91,16 +98,18 @@ def build_optimizer(
     overrides: dict[str, Any],
 ) -> MegatronOptimizer:
     """Return Megatron's distributed optimizer with AdamW, with zero moments and step counts. `options` has the values
-    of the options in `ADAM`. With the Megatron option `optimizer_cpu_offload` the moments and main parameters are
-    offloaded: all of them, or the fraction `optimizer_offload_fraction`."""
+    of the options in `ADAM`, and perhaps `vision_lr`. With the Megatron option `optimizer_cpu_offload` the moments and
+    main parameters are offloaded: all of them, or the fraction `optimizer_offload_fraction`."""
     overrides = dict(overrides)  # without the two offload options, which would enable Megatron's own offloading
     fraction = overrides.pop("optimizer_offload_fraction", 1.0)
     fraction = fraction if overrides.pop("optimizer_cpu_offload", False) else 0.0
     fixed = {name: options[name] for name in ADAM}
     fixed |= dict(optimizer="adam", use_distributed_optimizer=True, bf16=config.bf16, params_dtype=config.params_dtype)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**merge_overrides(OptimizerConfig, {}, overrides, fixed)), wrapped
-    )
+    adam = OptimizerConfig(**merge_overrides(OptimizerConfig, {}, overrides, fixed))
+    # Megatron finds the groups of a checkpoint by `is_decoupled_lr` and three other entries, but not by `max_lr`.
+    tower = {"max_lr": options.get("vision_lr") or options["lr"], "is_decoupled_lr": True}
+    groups = get_standard_config_overrides(adam) | {ParamKey(name=f"*.{VISION}*"): tower}
+    optimizer = get_megatron_optimizer(adam, wrapped, groups)
     # If all experts, or all other parameters, are frozen, Megatron adds an optimizer that cannot be saved.
     optimizer.chained_optimizers = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
     for chained in optimizer.chained_optimizers:

@@ -16,7 +16,7 @@ recomputation calls a layer again much later.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.training import EnginePack
+from penstock.engines.families.shape import Vision
+from penstock.engines.training import EnginePack, PackedImages
 
 if TYPE_CHECKING:
     from penstock.engines.megatron.model.transformer_config import AttentionKernel
@@ -44,7 +45,7 @@ class PackedStream:
     """
 
     token_ids: Tensor  # [t]
-    positions: Tensor  # [t] position in the sequence
+    positions: Tensor  # [t] position in the sequence; [3, t] with M-RoPE
     cu_seqlens: Tensor  # [S + 1] int32, index of each sequence's first token, and the padded micro-batch's length T
     max_seqlen: int  # number of tokens of the longest sequence
     first_token: int  # index in the micro-batch of this rank's first token
@@ -52,6 +53,7 @@ class PackedStream:
     cos_sin: tuple[Tensor, Tensor] | None = None  # RoPE cosines and sines, [t, 1, rope_dim] each, fp32
     buckets: list[Bucket] | None = None  # sequences grouped by length, for the kernel "padded"
     routing: StreamRouting | None = None  # expert ids to replay or record; None: the routers select
+    images: StreamImages | None = None  # on ranks of the first pipeline stage
     kernel: AttentionKernel = "padded"
     qkv_format: str = "thd"  # Megatron's name for packed sequences
 
@@ -66,6 +68,16 @@ class PackedStream:
         rows = torch.arange(self.first_token, self.first_token + len(self.token_ids))
         rows[self.num_tokens :] = UNKNOWN
         return rows.chunk(ranks)[rank]
+
+
+@dataclass
+class Segments:
+    """Segments of tokens within which attention is computed: the part of a `PackedStream` that attention needs."""
+
+    cu_seqlens: Tensor  # [S + 1] int32, index of each segment's first token, and their total length
+    max_seqlen: int
+    buckets: list[Bucket] | None
+    kernel: AttentionKernel
 
 
 @dataclass
@@ -99,11 +111,12 @@ def pack_stream(
     token_ids, positions, cu_seqlens = packed.token_ids, packed.position_ids, packed.cu_seqlens
     if padding:
         token_ids = F.pad(token_ids, (0, padding))
-        positions = torch.cat((positions, torch.arange(padding, device=positions.device)))
+        more = torch.arange(padding, device=positions.device).expand(*positions.shape[:-1], padding)
+        positions = torch.cat((positions, more), dim=-1)
         cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + padding))
     return PackedStream(
         token_ids=token_ids[first : first + size].to(device),
-        positions=positions[first : first + size].to(device),
+        positions=positions[..., first : first + size].to(device),
         cu_seqlens=cu_seqlens.to(device, torch.int32),
         max_seqlen=max(packed.max_seqlen, padding),
         buckets=make_buckets(cu_seqlens.tolist(), device) if kernel == "padded" else None,
@@ -113,14 +126,16 @@ def pack_stream(
     )
 
 
-def make_buckets(starts: list[int], device: torch.device) -> list[Bucket]:
+def make_buckets(starts: list[int], device: torch.device, exact: bool = False) -> list[Bucket]:
     """Group the sequences of a micro-batch by length, rounded up to one of BUCKET_LENGTHS. Each bucket needs little
-    padding and one attention call per layer; 256 sequences of about 10 tokens become one bucket. `starts` has the index
-    of each sequence's first token and, last, the number of tokens."""
+    padding and one attention call per layer; 256 sequences of about 10 tokens become one bucket. With `exact` only
+    sequences of equal length share a bucket, which needs no padding. `starts` has the index of each sequence's first
+    token and, last, the number of tokens."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(starts):
         if end > start:
-            groups.setdefault(bisect_left(BUCKET_LENGTHS, end - start), []).append((start, end))
+            group = end - start if exact else bisect_left(BUCKET_LENGTHS, end - start)
+            groups.setdefault(group, []).append((start, end))
     buckets = []
     for _, sequences in sorted(groups.items()):
         longest = max(end - start for start, end in sequences)
@@ -130,6 +145,32 @@ def make_buckets(starts: list[int], device: torch.device) -> list[Bucket]:
         )
         buckets.append(Bucket(len(sequences), rows.to(device), places.to(device), longest))
     return buckets
+
+
+@dataclass
+class StreamImages:
+    """The images of a micro-batch, and the rows of this rank's hidden states that belong to image tokens."""
+
+    pixel_values: Tensor  # [P, patch_dim] as in `PackedImages`
+    grids: list[list[int]]  # (frames, rows, columns) of patches of each image
+    rows: Tensor  # [n] rows of image tokens
+    part: slice  # these n tokens among all image tokens of the micro-batch
+    deepstack: list[Tensor] = field(default_factory=list)  # [n, H] for each of the first decoder layers
+    gradients: list[Tensor | None] = field(default_factory=list)  # of `deepstack`, set by the backward pass
+
+
+def place_images(
+    images: PackedImages, stream: PackedStream, vision: Vision, tensor: int, tensor_rank: int
+) -> StreamImages:
+    """Return the images of a micro-batch for the rank `tensor_rank` of `tensor` sequence-parallel ranks, over which the
+    rows of `stream` are split."""
+    grids, size = images.grid_thw.tolist(), len(stream.token_ids) // tensor
+    spans = zip(images.starts.tolist(), map(vision.num_image_tokens, grids), strict=True)
+    tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])  # ascending
+    first = stream.first_token + tensor_rank * size
+    start, stop = torch.searchsorted(tokens, torch.tensor([first, first + size])).tolist()
+    rows = (tokens[start:stop] - first).to(stream.token_ids.device)
+    return StreamImages(images.pixel_values, grids, rows, slice(start, stop))
 
 
 @dataclass

@@ -36,9 +36,11 @@ QUANTIZATION: dict[str, Any] = {
 
 def should_quantize(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether DeepSeek's checkpoints quantize the weight with this Hugging Face name. They quantize the
-    projections of attention, MLPs and experts, but not `eh_proj` of multi-token prediction layers."""
+    projections of attention, MLPs and experts, but not `eh_proj` of multi-token prediction layers. Vision towers stay
+    unquantized."""
     module = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    return name.endswith(".weight") and len(shape) == 2 and "_proj" in module and module != "eh_proj"
+    is_linear = name.endswith(".weight") and len(shape) == 2 and "visual." not in name
+    return is_linear and "_proj" in module and module != "eh_proj"
 
 
 def find_unsupported_entry(quantization: Any) -> str | None:

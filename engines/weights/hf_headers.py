@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -35,6 +36,7 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+STACKED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")  # names of tensors in files
 SAMPLED_BYTES = 1 << 30  # bytes of weights that preflight reads to find values that are not finite
 # dtype code -> integer type, mask of all bits except the sign, smallest masked value that is NaN or infinite
 NOT_FINITE: dict[str, tuple[Any, int, int]] = {
@@ -53,6 +55,9 @@ class TensorLocation:
     path: Path
     start: int  # byte offset in the file
     dtype: str  # dtype code of safetensors, such as BF16
+    # if the file has the transpose of the tensor as columns of a matrix: the first of them, and the matrix's number of
+    # columns; `start` is the matrix's
+    columns: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,26 @@ def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor
             f"({len(unlisted)} tensors are not listed), so other programs would not load it: download the index again"
         )
     return tensors
+
+
+def unstack_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Replace the tensors that stack the experts of a layer, [experts, in, out], by the experts' weights [out, in]. The
+    matrix gate_up_proj of an expert has the columns of gate_proj, then those of up_proj."""
+    unstacked: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        match = STACKED_EXPERTS.fullmatch(name)
+        if match is None or len(tensor.shape) != 3:
+            unstacked[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+        num_experts, size, width = tensor.shape
+        num_bytes, own = size * width * BITS[tensor.location.dtype] // 8, width // len(parts)
+        for expert in range(num_experts):
+            start = tensor.location.start + expert * num_bytes
+            for index, part in enumerate(parts):
+                location = replace(tensor.location, start=start, columns=(index * own, width))
+                unstacked[f"{match[1]}.{expert}.{part}.weight"] = StoredTensor(location, (own, size))
+    return unstacked
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -163,15 +188,15 @@ def block_size(directory: Path) -> tuple[int, int] | None:
 def check_weights(directory: str | Path, shape: ModelShape) -> None:
     """Check that the weight files of a Hugging Face directory have every tensor in the expected shape."""
     directory = Path(directory)
-    tensors = stored_tensors(directory, weight_files(directory))
-    block, layout = block_size(directory), tensor_layout(shape)
+    stored = stored_tensors(directory, weight_files(directory))
+    tensors, block, layout = unstack_experts(stored), block_size(directory), tensor_layout(shape)
     scales = {name for name in tensors if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors}
     check_tensors(directory, {name: tensor.shape for name, tensor in tensors.items() if name not in scales}, layout)
     for name in layout.hf_shapes:
         location = tensors[name].location
         if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
             raise unsupported_dtype_error(location, name)
-    check_first_values(tensors)
+    check_first_values(stored)
 
 
 def check_first_values(tensors: Mapping[str, StoredTensor]) -> None:

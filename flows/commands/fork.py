@@ -184,7 +184,7 @@ def plan_fork(
     if reuses:
         check_reuse(parent, config, available=options["num_rollout"], at_round=at_round)
     problem, before, after = "", parent.train, config.train
-    frozen = ("freeze_params_name_list", "only_train_params_name_list")
+    frozen = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
     changed = [name for name in frozen if getattr(after, name) != getattr(before, name)]
     if at_round > 0 and changed:
         problem = (

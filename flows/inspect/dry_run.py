@@ -114,7 +114,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
     print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
     if shape is not None and (gpus := visible_gpu_bytes()):
         print()
-        print_plan(plan_gpu_memory(flow, config, shape, min(gpus)), config)
+        print_plan(plan_gpu_memory(flow, config, shape, min(gpus)), config, shape)
     warnings += config_warnings(plan) if shape is not None else options_without_partner(config)
     for warning in warnings:
         print(f"warning: {warning}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.families import read_shape
+from penstock.engines.families.shape import ModelShape, Vision
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.engines.megatron.memory_plan import RUNTIME
+from penstock.engines.megatron.memory_plan import BYTES, RUNTIME
 from penstock.engines.training import GIB
 from penstock.flows.config import Flow, PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import (
@@ -25,6 +27,7 @@ from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
+from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import entries_of
 from penstock.storage.errors import OptionError
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 FLAGS = {"--plan": False, "--gpu-memory-gib": True, "--num-gpus": True, "--num-gpus-per-node": True}
 DEFAULT_GPU_BYTES = 80 * GIB
 GPUS_PER_NODE = 8
+IMAGE_SIDE = 448  # pixels of the image whose FLOPs are printed
 Row = tuple[str, str, str]
 
 
@@ -60,7 +64,7 @@ def main(argv: list[str]) -> int:
         if not gpu_bytes:
             raise OptionError("--gpu-memory-gib 0 is not the memory of a GPU: give a positive number")
     plan = plan_gpu_memory(flow, config, shape, gpu_bytes)
-    print_plan(plan, config)
+    print_plan(plan, config, shape)
     for warning in speed_warnings(flow, config, plan.gpu_bytes):
         print(f"warning: {warning}")
     return 0 if plan_fits(plan) else 1
@@ -100,11 +104,12 @@ def plan_fits(plan: GpuPlan) -> bool:
     return plan.peak_bytes <= plan.gpu_bytes and not too_large
 
 
-def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
+def print_plan(plan: GpuPlan, config: PostTrainConfig, shape: ModelShape) -> None:
     """Print the estimated memory of trainer and engine as a table, and whether the run fits."""
     rows: list[Row] = []
     if plan.trainer:
         rows += trainer_rows(plan.trainer, config, plan.offload_train)
+        rows[1:1] = [] if shape.vision is None else [vision_row(shape, shape.vision, config.train)]  # after the weights
     if plan.engine:
         engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
         per_engine = config.rollout.rollout_num_gpus_per_engine
@@ -170,6 +175,23 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         ("trainer", format_gib(trainer.peak_bytes), sizes),
         ("host memory of a trainer rank", format_gib(host), ", ".join(on_host)),
     ]
+
+
+def vision_row(shape: ModelShape, vision: Vision, train: TrainConfig) -> Row:
+    """Return the row of the vision tower in the table of `print_plan`, with the tower's share of the FLOPs of an
+    image."""
+    side = IMAGE_SIDE // (vision.patch_size * vision.merge_size) * vision.merge_size
+    grid = (1, side, side)
+    tokens, num_parameters = vision.num_image_tokens(grid), sum(map(prod, vision.tensor_shapes.values()))
+    trained, frozen = not train.freeze_vision, train.lora is not None
+    flops = shape.train_flops(tokens, tokens**2, [grid], frozen=frozen, trains_vision=trained)
+    share = vision.train_flops([grid], trained=trained) / flops
+    return (
+        "trainer, vision tower",
+        format_gib(num_parameters * BYTES[train.params_dtype or "bf16"]),
+        f"its weights, on the first pipeline stage; {'trained' if trained else 'frozen'}; "
+        f"{share:.0%} of the {flops / 1e12:.1f} TFLOP of a {IMAGE_SIDE} x {IMAGE_SIDE} image ({tokens} tokens)",
+    )
 
 
 def _parse_positive_integer(name: str, text: str) -> int:

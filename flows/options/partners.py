@@ -62,6 +62,7 @@ PARTNERS = (
         "a critic: --advantage-estimator ppo",
         lambda config: config.train.advantage_estimator == "ppo",
     ),
+    Partner("train", "vision_lr", "--no-freeze-vision", lambda config: not config.train.freeze_vision),
     Partner(
         "train",
         "kl_loss_type",

@@ -40,6 +40,8 @@ SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
 # something else.
 OTHER_NAMES = {
     **dict.fromkeys(("learning-rate", "actor-lr"), "--lr"),
+    **dict.fromkeys(("vit-lr", "vision-tower-lr"), "--vision-lr"),
+    **dict.fromkeys(("freeze-vit", "freeze-vision-tower"), "--freeze-vision"),
     **dict.fromkeys(("batch-size", "train-batch-size", "num-prompts"), "--rollout-batch-size --global-batch-size"),
     **dict.fromkeys(("per-device-train-batch-size", "mini-batch-size", "ppo-mini-batch-size"), "--global-batch-size"),
     **dict.fromkeys(("epochs", "num-train-epochs", "total-epochs"), "--num-epoch"),

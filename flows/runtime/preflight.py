@@ -492,7 +492,12 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
                     f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape"
                 )
-    frozen = frozen_parameters(shape, train.freeze_params_name_list, train.only_train_params_name_list)
+    if not train.freeze_vision and shape.vision is None:
+        raise OptionError(
+            f"--no-freeze-vision needs a vision-language model, and {shape.architecture} is not one: omit the option"
+        )
+    lists = train.freeze_params_name_list, train.only_train_params_name_list
+    frozen = frozen_parameters(shape, *lists, train.freeze_vision)
     check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
     if train.lora is not None:
         check_lora(train, train.lora, shape)

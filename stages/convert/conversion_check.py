@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +30,9 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.engines.megatron.parallel import device, init_parallel, shutdown_parallel
+from penstock.engines.training import PackedImages
 from penstock.engines.weights.hf_headers import check_tensors
-from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights, name_in_file, stack_expert
 from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.commit import Commit
 from penstock.storage.disk import map_in_threads
@@ -209,10 +211,28 @@ class _Pack:
     """One token sequence as `pack_stream` takes it, which prepares the input of Megatron's model."""
 
     token_ids: Tensor  # [T]
-    position_ids: Tensor  # [T]
+    position_ids: Tensor  # [T], or [3, T] with an image
     cu_seqlens: Tensor  # [2]
     max_seqlen: int
+    images: PackedImages | None = None
     stream: Any = None
+
+
+def _make_pack(shape: ModelShape) -> _Pack:
+    """Return NUM_TOKENS tokens spread over the vocabulary; for a vision-language model half of them are an image."""
+    token_ids = (torch.arange(NUM_TOKENS) * 7919 + 13) % shape.vocab_size
+    cu_seqlens = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
+    vision = shape.vision
+    if vision is None:
+        return _Pack(token_ids, torch.arange(NUM_TOKENS), cu_seqlens, NUM_TOKENS)
+    start, grid = 8, (1, 4 * vision.merge_size, 6 * vision.merge_size)  # more than one attention window
+    token_ids[token_ids == vision.image_token_id] = (vision.image_token_id + 1) % shape.vocab_size
+    token_ids[start : start + vision.num_image_tokens(grid)] = vision.image_token_id
+    patches = vision.num_image_tokens(grid) * vision.merge_size**2
+    pixel_values = torch.arange(patches * vision.patch_dim).sin().view(patches, vision.patch_dim)
+    positions = torch.from_numpy(vision.token_positions(NUM_TOKENS, [start], [grid]))
+    images = PackedImages(pixel_values, torch.tensor([grid]), torch.tensor([start]))
+    return _Pack(token_ids, positions, cu_seqlens, NUM_TOKENS, images)
 
 
 def compare_logits(
@@ -234,15 +254,15 @@ def compare_logits(
     model_class = getattr(transformers, shape.architecture, None)
     if model_class is None:
         return LogitsComparison(reason=f"transformers does not have {shape.architecture}")
-    token_ids = (torch.arange(NUM_TOKENS) * 7919 + 13) % part.shape.vocab_size  # [T], spread over the vocabulary
+    pack = _make_pack(part.shape)
     try:
-        expected = _transformers_log_probs(model_class, hf_dir, shape, part, token_ids)
+        expected = _transformers_log_probs(model_class, hf_dir, shape, part, pack)
     except PenstockError:
         raise
     except Exception as error:  # transformers may raise any exception for an invalid model
         reason = " ".join(str(error).split())[:120]
         raise ModelError(f"{hf_dir}: transformers cannot load this model ({reason}): correct config.json") from error
-    difference = float((_megatron_log_probs(converted, shape, part, token_ids) - expected).abs().max())
+    difference = float((_megatron_log_probs(converted, shape, part, pack) - expected).abs().max())
     if not difference <= TOLERANCE:
         raise ModelError(
             f"{converted}: log-probabilities computed with {part} differ by {difference:.1e} from those of "
@@ -273,37 +293,48 @@ def _part_with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int
     layers, experts = tuple(sorted(chosen)), whole.experts
     num_dense = sum(layer < (experts.num_dense_layers if experts else whole.num_layers) for layer in layers)
     vocab_size = min(whole.vocab_size, MAX_VOCABULARY)
-    values = values | {"num_hidden_layers": len(layers), "vocab_size": vocab_size, "pad_token_id": None}
-    if values.get("layer_types"):
-        values["layer_types"] = values["layer_types"][: len(layers)]
+    text = values.get("text_config", values)  # entries of the language model
+    text = text | {"num_hidden_layers": len(layers), "vocab_size": vocab_size, "pad_token_id": None}
+    if text.get("layer_types"):
+        text["layer_types"] = text["layer_types"][: len(layers)]
     family = family_of(whole)
     if family.expert_entries:
-        values |= family.expert_entries(num_dense, len(layers))
+        text |= family.expert_entries(num_dense, len(layers))
     if experts:  # equal groups with more experts than top-k, so that routing has a choice
         group_size = max(2, -(-experts.top_k // experts.top_groups) + 1)
         name = "num_experts" if "num_experts" in family.defaults else "n_routed_experts"
         num_experts = min(experts.num_experts, experts.num_groups * group_size)
-        values |= dict.fromkeys((name, "num_local_experts"), num_experts)
+        text |= dict.fromkeys((name, "num_local_experts"), num_experts)
+    values = values | {"text_config": text} if "text_config" in values else text
+    if whole.vision:
+        values = values | {"image_token_id": min(whole.vision.image_token_id, vocab_size - 1)}
     return PartialModel(values, shape_from_config(values, family_path=whole.family_path), layers, False)
 
 
 @torch.no_grad()
 def _transformers_log_probs(
-    model_class: Any, directory: Path, shape: ModelShape, part: PartialModel, token_ids: Tensor
+    model_class: Any, directory: Path, shape: ModelShape, part: PartialModel, pack: _Pack
 ) -> Tensor:
     """Return the log-probabilities [T, V] that transformers computes for `part`, with the weights of a Hugging Face
     directory."""
     # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
     config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
     layout, whole = tensor_layout(part.shape), tensor_layout(shape)
+    tensors: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = defaultdict(list)  # parts of tensors that stack experts
     with HFWeights(directory) as weights:
-        tensors = {
-            name: weights.fetch(source, layout.hf_shapes[name][0]).float()
-            for megatron in layout.megatron_names()
-            for name, source in zip(
-                layout.hf_names_of(megatron), whole.hf_names_of(part.name_in_whole_model(megatron)), strict=True
-            )
-        }
+        for megatron in layout.megatron_names():
+            sources = whole.hf_names_of(part.name_in_whole_model(megatron))
+            fetched = [
+                (name, weights.fetch(source, layout.hf_shapes[name][0]).float())
+                for name, source in zip(layout.hf_names_of(megatron), sources, strict=True)
+            ]
+            for name, tensor in stack_expert(fetched) if family_of(shape).stacked_experts else fetched:
+                if name == name_in_file(name):
+                    tensors[name] = tensor
+                else:
+                    stacks[name_in_file(name)].append(tensor)
+    tensors |= {name: torch.stack(parts) for name, parts in stacks.items()}
     model, report = model_class.from_pretrained(
         None,
         config=config,
@@ -316,11 +347,17 @@ def _transformers_log_probs(
     missing = sorted(set(report["missing_keys"]) - ({"lm_head.weight"} if part.shape.tied_embeddings else set()))
     if missing or report["unexpected_keys"]:
         raise ValueError(f"{len(missing)} weights missing, {len(report['unexpected_keys'])} unexpected")
-    return model.eval()(token_ids[None]).logits[0].log_softmax(-1)
+    images = {}
+    if pack.images is not None and part.shape.vision is not None:
+        is_image = (pack.token_ids == part.shape.vision.image_token_id).int()
+        images = dict(
+            pixel_values=pack.images.pixel_values, image_grid_thw=pack.images.grid_thw, mm_token_type_ids=is_image[None]
+        )
+    return model.eval()(pack.token_ids[None], **images).logits[0].log_softmax(-1)
 
 
 @torch.no_grad()
-def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, token_ids: Tensor) -> Tensor:
+def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, pack: _Pack) -> Tensor:
     """Return the log-probabilities [T, V] that Megatron computes for `part`, with the weights of a torch_dist
     checkpoint."""
     weights = TorchDistWeights(directory, checkpoint_layout(shape))
@@ -328,15 +365,16 @@ def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, 
         init_parallel(0, 1, f"file://{scratch}/world", threads=torch.get_num_threads())
         try:
             from penstock.engines.megatron.model.gpt import build_model
-            from penstock.engines.megatron.packing import pack_stream
+            from penstock.engines.megatron.packing import pack_stream, place_images
             from penstock.engines.megatron.weights import local_parameters
 
             [model] = build_model(part.shape)
             for name, tensor in local_parameters(model):
                 with weights.open_parameter(part.name_in_whole_model(name)) as parameter:
                     tensor.copy_(parameter[: tensor.shape[0]])
-            cu_seqlens = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
-            pack = _Pack(token_ids, torch.arange(NUM_TOKENS), cu_seqlens, NUM_TOKENS)
-            return model.head(model.eval()(pack_stream(pack, device()))).log_softmax(-1).cpu()
+            stream = pack_stream(pack, device())
+            if pack.images is not None and part.shape.vision is not None:
+                stream.images = place_images(pack.images, stream, part.shape.vision, 1, 0)
+            return model.head(model.eval()(stream)).log_softmax(-1).cpu()
         finally:
             shutdown_parallel()

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import re
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from penstock.engines.weights.hf_headers import (
     TensorLocation,
     block_size,
     stored_tensors,
+    unstack_experts,
     unsupported_dtype_error,
     weight_files,
 )
@@ -69,7 +71,7 @@ class HFWeights:
         block = block_size(self.directory)
         self.block = block or (1, 1)
         self.files = weight_files(self.directory) if files is None else files
-        stored = stored_tensors(self.directory, self.files)
+        stored = unstack_experts(stored_tensors(self.directory, self.files))
         self.locations = {name: tensor.location for name, tensor in stored.items()}
         self.info = {  # fp8 weights are listed as bf16, their scales are not listed
             name: TensorInfo(DTYPES.get(tensor.location.dtype, torch.bfloat16), tensor.shape)
@@ -98,9 +100,20 @@ class HFWeights:
         if not info.shape:
             return self._tensor_chunks(location, 0, info.num_bytes)
         stop = info.shape[0] if stop is None else stop
+        if location.columns is not None:
+            return self._transposed_chunk(name, start, stop)
         if name not in self._scales:
             return self._tensor_chunks(location, start * info.row_bytes, (stop - start) * info.row_bytes)
         return self._dequantized_chunks(name, start, stop)
+
+    def _transposed_chunk(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield rows of a weight that the file has as columns of a matrix, in one chunk."""
+        info, location = self.info[name], self.locations[name]
+        assert location.columns is not None
+        first, width = location.columns
+        matrix = TensorInfo(info.dtype, (info.shape[1], width))
+        stored = _tensor_from_chunks(matrix, self._tensor_chunks(location, 0, matrix.num_bytes))
+        yield memoryview(_as_bytes(stored[:, first + start : first + stop].T.contiguous()))
 
     def _dequantized_chunks(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Yield rows of an fp8 weight as bytes of bf16 values."""
@@ -176,6 +189,25 @@ def _as_bytes(tensor: Tensor) -> Any:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
+EXPERT_WEIGHT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def stack_expert(tensors: Sequence[tuple[str, Tensor]]) -> Sequence[tuple[str, Tensor]]:
+    """Return the Hugging Face tensors of one Megatron parameter as files with stacked experts have them: those of an
+    expert are joined and transposed, and named "NAME[I]", the I-th part of the tensor NAME. Inverse of
+    `hf_headers.unstack_experts`."""
+    match = EXPERT_WEIGHT.fullmatch(tensors[0][0])
+    if match is None:
+        return tensors
+    name = "down_proj" if match[3] == "down" else "gate_up_proj"
+    joined = torch.cat([tensor for _, tensor in tensors]).T.contiguous()
+    return [(f"{match[1]}.{name}[{match[2]}]", joined)]
+
+
+def name_in_file(name: str) -> str:
+    """Return the name of the file's tensor that contains the planned tensor `name`, which may be a part of it."""
+    return name.partition("[")[0]
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -196,14 +228,16 @@ class Shard:
 
 def plan_shards(groups: Sequence[list[NamedTensor]], shard_bytes: int) -> list[Shard]:
     """Distribute groups of tensors over files, in order. A file has at most `shard_bytes` bytes of tensors, or consists
-    of one larger group."""
+    of one larger group, or ends with the remaining parts of a stacked tensor (`stack_expert`)."""
     parts: list[list[list[NamedTensor]]] = [[]]
-    filled = 0
+    filled, last = 0, ""
     for group in groups:
-        size = sum(info.num_bytes for _, info in group)
-        if parts[-1] and filled + size > shard_bytes:
+        size, name = sum(info.num_bytes for _, info in group), group[0][0]
+        continues_stack = name != name_in_file(name) == last
+        if parts[-1] and filled + size > shard_bytes and not continues_stack:
             parts.append([])
             filled = 0
+        last = name_in_file(name)
         parts[-1].append(group)
         filled += size
     count = len(parts)
@@ -222,10 +256,13 @@ class ShardFile:
         self._missing: dict[str, tuple[TensorInfo, int]] = {}  # tensors that are not written yet, with their offsets
         end = 0
         for name, info in shard.tensors:
-            offsets = [end, end + info.num_bytes]
-            entries[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
             self._missing[name] = (info, end)
+            start, shape, whole = end, list(info.shape), name_in_file(name)
             end += info.num_bytes
+            if whole != name:  # a part, which directly follows the part before
+                before = entries.get(whole, {"shape": [0], "data_offsets": [start]})
+                start, shape = before["data_offsets"][0], [before["shape"][0] + 1, *shape]
+            entries[whole] = {"dtype": CODES[info.dtype], "shape": shape, "data_offsets": [start, end]}
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)  # the format requires that tensors are aligned
         header = struct.pack("<Q", len(header)) + header
@@ -278,7 +315,7 @@ def write_shard(path: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]])
 def write_index(directory: Path, shards: Sequence[Shard]) -> None:
     """Write `model.safetensors.index.json`, which names the file of every tensor, unless there is only one file."""
     if len(shards) > 1:
-        weight_map = {name: shard.file for shard in shards for name, _ in shard.tensors}
+        weight_map = {name_in_file(name): shard.file for shard in shards for name, _ in shard.tensors}
         index = {
             "metadata": {"total_size": sum(shard.num_bytes for shard in shards)},
             "weight_map": dict(sorted(weight_map.items())),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from penstock.engines.families import tensor_layout
+from penstock.engines.families import family_of, tensor_layout
 from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
@@ -37,6 +37,7 @@ from penstock.stages.convert.hf_checkpoint import (
     ShardFile,
     TensorInfo,
     plan_shards,
+    stack_expert,
     write_index,
     write_shard,
 )
@@ -54,6 +55,7 @@ from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.disk import map_in_threads
+from penstock.storage.errors import OptionError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
 
@@ -100,6 +102,11 @@ class ExportPlan:
     def __init__(self, meta: Mapping[str, Tensor], origin: Origin, shard_bytes: int = SHARD_BYTES) -> None:
         self.origin = origin
         self.layout: TensorLayout = tensor_layout(origin.shape())
+        self.stacks_experts = family_of(self.layout.shape).stacked_experts
+        if self.stacks_experts and origin.dtype == "fp8":
+            raise OptionError(
+                f"--export-dtype fp8 does not support the stacked experts of {self.layout.shape.architecture}: use bf16"
+            )
         self.carried = _open_carried_weights(origin, self.layout)
         copied = self.carried.info if self.carried else {}
         full = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in copied.items()}
@@ -158,6 +165,9 @@ class ExportPlan:
         config = json.loads(path.read_text())
         new = dict(config)
         for entry, value in self._config_changes().items():
+            if entry == "vocab_size" and "text_config" in new:
+                new["text_config"] = {**new["text_config"], entry: value}
+                continue
             key = "torch_dtype" if entry == "dtype" and "torch_dtype" in config else entry  # key of older transformers
             if value is None:
                 new.pop(key, None)
@@ -169,8 +179,10 @@ class ExportPlan:
     def _split(self, source: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Return names and values of the Hugging Face tensors of `source`, which names a Megatron parameter or a tensor
         that is copied from the origin's directory."""
-        is_copied = self.carried is not None and source in self.carried.info
-        return [(source, tensor)] if is_copied else self.layout.to_hf(source, tensor)
+        if self.carried is not None and source in self.carried.info:
+            return [(source, tensor)]
+        tensors = self.layout.to_hf(source, tensor)
+        return stack_expert(tensors) if self.stacks_experts else tensors
 
     def _plan_exported_tensors(self, source: str, full: Tensor) -> list[NamedTensor]:
         """Return names, dtypes and shapes of the tensors that are exported from `source`: a Megatron parameter, or a

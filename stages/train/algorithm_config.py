@@ -213,6 +213,13 @@ class AlgorithmConfig(StageConfig):
     only_train_params_name_list: list[str] | None = option(None, min_length=1)
     """Regular expressions: only parameters of the policy whose Megatron name contains a match are trained."""
 
+    freeze_vision: bool = option(True)
+    """Do not train the vision tower of a vision-language model."""
+
+    vision_lr: float | None = option(None, gt=0)
+    """Learning rate of the vision tower if it is trained, in policy and critic, with the warm-up and decay of --lr;
+    default: the learning rate of the model that it belongs to."""
+
     reset_optimizer_states: bool = option(False)
     """Zero Adam's moments and step count of policy and critic before every round; the learning-rate schedule
     continues."""
@@ -398,6 +405,10 @@ class AlgorithmConfig(StageConfig):
             self.freeze_params_name_list or self.only_train_params_name_list,
             "--freeze-params-name-list and --only-train-params-name-list cannot be combined with --lora-rank, which "
             "trains only adapters: omit them, and choose layers with --lora-target-modules",
+        )
+        yield (
+            not self.freeze_vision,
+            "--no-freeze-vision cannot be combined with --lora-rank, which trains only adapters: omit it",
         )
         yield (
             self.uses_critic,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.training import PackedImages
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat
@@ -45,6 +46,8 @@ class Batch:
     train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards` if a user-defined function set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
+    image_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))  # [I, 3] as in `PackedImages`
+    image_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [I] sample of each image
 
     @classmethod
     def from_table(cls, table: pa.Table, *, needs_rewards: bool, components: Iterable[str] = ()) -> Batch:
@@ -95,6 +98,16 @@ class Batch:
     def num_trained_tokens(self) -> np.ndarray:  # [B]
         """Number of trained tokens of each sample."""
         return np.bincount(self.sample_index, minlength=len(self.lengths))
+
+
+def train_flops(
+    shape: ModelShape, batch: Batch, samples: np.ndarray, *, frozen: bool = False, trains_vision: bool = False
+) -> float:
+    """Return the FLOPs of one forward and backward pass over samples of a batch; `ModelShape.train_flops` says what
+    counts."""
+    lengths, grids = batch.lengths[samples], batch.image_grids[np.isin(batch.image_samples, samples)].tolist()
+    tokens, squares = int(lengths.sum()), int((lengths**2).sum())
+    return shape.train_flops(tokens, squares, grids, frozen=frozen, trains_vision=trains_vision)
 
 
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
@@ -174,7 +187,7 @@ class PackedMicrobatch:
     """
 
     token_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    position_ids: Tensor  # [T] int64, from 0 in each sequence; [3, T] with images (`EnginePack`)
     cu_seqlens: Tensor  # [S + 1] int32, start of each sequence, then T
     max_seqlen: int
     trained: Tensor  # [n] int64, positions (of hidden states) that predict the trained tokens, ascending
@@ -184,6 +197,7 @@ class PackedMicrobatch:
     fields: TokenFields | None = None  # inputs of the loss, [n] each; set after the advantages are computed
     weights: Tensor | None = None  # [n] float32; the loss of a step is the sum of weight x loss over its tokens
     routing: dict[int, Tensor] | None = None  # recorded expert ids of the tokens, for routing replay (`EnginePack`)
+    images: PackedImages | None = None  # of a vision-language model (`EnginePack`)
     stream: Any = None  # tokens of this rank on the device (`EnginePack`)
 
     def to_local(self, device: torch.device, tokens: slice, group: dist.ProcessGroup | None = None) -> PackedMicrobatch:

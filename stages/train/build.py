@@ -99,6 +99,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
         seed=config.seed,
         freeze=config.freeze_params_name_list,
         only_train=config.only_train_params_name_list,
+        freeze_vision=config.freeze_vision,
         lora=config.lora,
         fp32_head=config.fp32_lm_head,
         deterministic=config.deterministic_mode,

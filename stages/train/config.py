@@ -15,7 +15,7 @@ from penstock.storage.config import option
 from penstock.storage.errors import OptionError
 
 OPTIMIZER_FIELDS = {
-    *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
+    *("lr", "vision_lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
 }
 
@@ -258,7 +258,7 @@ class TrainConfig(AlgorithmConfig):
                     f"{warmup_iters}: omit --lr-warmup-fraction, or --lr-warmup-iters"
                 )
             warmup_iters = num_steps
-        rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}
+        rates = {"--lr": self.lr, "--critic-lr": self.critic_lr, "--vision-lr": self.vision_lr}
         for name, rate in rates.items():
             if rate is not None and self.min_lr > rate:
                 raise OptionError(f"--min-lr {self.min_lr:g} is above {name} {rate:g}: lower --min-lr")

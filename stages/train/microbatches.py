@@ -22,7 +22,7 @@ from penstock.stages.train.algorithms.losses import (
     per_sample_weights,
     per_token_weights,
 )
-from penstock.stages.train.batching import Batch, PackedMicrobatch, pack
+from penstock.stages.train.batching import Batch, PackedMicrobatch, pack, train_flops
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import OptionError
 
@@ -42,9 +42,8 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
         else:
             bins = fixed_microbatches(len(rows), config.micro_batch_size or 1, multiple)
         if config.balance_data:
-            flops = [
-                engine.shape.train_flops(sum(lengths[i] for i in b), sum(lengths[i] ** 2 for i in b)) for b in bins
-            ]
+            trains_vision = not config.freeze_vision
+            flops = [train_flops(engine.shape, batch, rows[b], trains_vision=trains_vision) for b in bins]
             own_bins = balanced_shares(flops, size)[rank]
         else:
             own_bins = list(range(rank, len(bins), size))

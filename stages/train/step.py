@@ -26,7 +26,7 @@ from penstock.stages.train.algorithms.experience import Estimate, Experience, To
 from penstock.stages.train.algorithms.logprobs import LMHead, token_logprobs
 from penstock.stages.train.algorithms.losses import LOSSES, value_loss
 from penstock.stages.train.algorithms.postprocess import postprocess_rollout
-from penstock.stages.train.batching import Batch, PackedMicrobatch
+from penstock.stages.train.batching import Batch, PackedMicrobatch, train_flops
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.microbatches import (
@@ -121,7 +121,7 @@ def train_rollout(
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
     rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
     metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
-    metrics |= speed_metrics(models.policy, batch, clock.seconds, config.ppo_epochs)
+    metrics |= speed_metrics(models.policy, batch, clock.seconds, config.ppo_epochs, not config.freeze_vision)
     tokens, uses = token_columns(config, experience, estimate, kept), count_sample_uses(batch, config, order)
     return TrainedRound(metrics, per_step, clock.seconds, batch, experience, estimate, tokens, uses)
 
@@ -326,12 +326,13 @@ def run_optimizer_steps(
     results = []
     for microbatches in steps:
         outputs = engine.forward_backward(microbatches, weighted_loss, routing=routing)
-        updated, grad_norm, learning_rate = engine.optimizer_step()
+        updated, grad_norm, learning_rates = engine.optimizer_step()
         failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
         assert updated, "the optimizer skipped the step"
         names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs
         sums: dict[str, Any] = {name: torch.stack([out[name] for out in outputs]).double().sum() for name in names}
-        replicated = {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}
+        replicated = {f"train/lr-pg_{index}": rate for index, rate in enumerate(learning_rates)}
+        replicated["train/grad_norm"] = grad_norm
         results.append({"partial_sums": sums, "replicated": replicated})
     return sum_over_ranks(engine, results)
 
@@ -375,16 +376,18 @@ def sum_over_ranks(engine: TrainEngine, steps: list[dict[str, Any]]) -> list[Met
     ]
 
 
-def speed_metrics(engine: TrainEngine, batch: Batch, seconds: dict[str, float], num_epochs: int) -> Metrics:
+def speed_metrics(
+    engine: TrainEngine, batch: Batch, seconds: dict[str, float], num_epochs: int, trains_vision: bool
+) -> Metrics:
     """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU. The
     update trains on each token in `num_epochs` optimizer steps."""
     metrics = {metric: seconds[name] for name, metric in PHASES.items() if name in seconds}
     if "update" not in seconds:
         return metrics
     num_tokens = num_epochs * len(batch.token_ids)
-    squares, frozen = num_epochs * int((batch.lengths**2).sum()), engine.lora is not None
-    flops = engine.shape.train_flops(num_tokens, squares, frozen=frozen)
-    rate = flops / dist.get_world_size() / seconds["update"]
+    samples, frozen = np.arange(len(batch.lengths)), engine.lora is not None
+    flops = train_flops(engine.shape, batch, samples, frozen=frozen, trains_vision=trains_vision)
+    rate = num_epochs * flops / dist.get_world_size() / seconds["update"]
     metrics |= {"perf/actor_train_tok_per_s": num_tokens / seconds["update"], "perf/actor_train_tflops": rate / 1e12}
     peak = engine.peak_flops
     return metrics | ({"perf/actor_train_mfu": rate / peak} if peak else {})

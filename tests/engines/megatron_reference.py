@@ -65,6 +65,7 @@ class Pack:
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [B + 1]
     max_seqlen: int
+    images: None = None
     stream: Any = None  # PackedStream | None
     routing: dict[int, Tensor] | None = None
 

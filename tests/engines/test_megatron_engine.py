@@ -106,7 +106,7 @@ def test_saved_files_have_the_returned_hashes_and_load_in_megatron(engine: Any, 
 def one_step(engine: Any) -> float:
     """Run one optimizer step and return its learning rate."""
     engine.forward_backward(PACKS, cross_entropy)
-    return engine.optimizer_step()[2]
+    return engine.optimizer_step()[2][0]
 
 
 def test_resume_with_another_schedule_keeps_the_step_count(tmp_path: Path) -> None:

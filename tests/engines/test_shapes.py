@@ -131,7 +131,8 @@ def cut(number: int, like: str) -> str:
 
 
 def test_defaults_equal_transformers() -> None:
-    for architecture, defaults in ((name, family.defaults) for name, family in REGISTRY.items()):
+    text = {name: family.defaults for name, family in REGISTRY.items() if "VL" not in name}  # test_vision_shapes.py
+    for architecture, defaults in text.items():
         config = getattr(transformers, architecture).config_class()
         for name in defaults.keys() - {"sliding_window"}:  # transformers drops it where unused
             assert getattr(config, name) == defaults[name], (architecture, name)

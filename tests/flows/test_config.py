@@ -284,6 +284,7 @@ def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> Non
             "--disable-grpo-std-normalization has no effect without --advantage-estimator grpo, gspo, cispo or gdpo",
         ),
         ("--critic-lr 1e-5", "--critic-lr has no effect without a critic: --advantage-estimator ppo"),
+        ("--vision-lr 1e-5", "--vision-lr has no effect without --no-freeze-vision"),
         ("--max-turns 3", "--max-turns has no effect without --custom-generate-function-path"),
         ("--tis-clip 3", "--tis-clip has no effect without --use-tis or --get-mismatch-metrics"),
     ],

@@ -21,6 +21,7 @@ from penstock.flows.runtime.resolve import resolve
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS
+from tests.engines.test_vision_shapes import qwen2_5
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -184,6 +185,25 @@ def test_4b_model_trains_on_one_80_gib_gpu(model_dir: Callable[[str], str], caps
     assert rows["trainer, weights"][:3] == ["15.0", "8,044,938,752", "parameters"] and rows["trainer"][0] == "54.7"
     assert rows["host memory of a trainer rank"] == ["119.9", "reference,", "teacher,", "weights,", "optimizer"]
     assert main(["doctor", "--plan", *words[:-2], *models.split()]) == 1
+
+
+def test_doctor_plans_the_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = qwen2_5(36, 2048, 11008, 16, 2, tied=True)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    words = ["doctor", "--plan", "--hf-checkpoint", str(tmp_path), *FULL.split(), "--rollout-num-gpus", "1"]
+    tower, image = 668_684_288, (1, 32, 32)
+    shape, gradients = shape_from_config(entries), []
+    for flags, state, trained in (([], "frozen", False), (["--no-freeze-vision"], "trained", True)):
+        assert main([*words, *flags, "--gpu-memory-gib", "80"]) == 0
+        table = " ".join(capsys.readouterr().out.split())
+        gradients.append(float(table.split("trainer, gradients ")[1].split()[0]))
+        flops = shape.train_flops(256, 256**2, [image], trains_vision=trained)
+        assert (
+            f"trainer, vision tower {tower * 2 / GIB:.1f} its weights, on the first pipeline stage; {state};" in table
+        )
+        share = (flops - shape.train_flops(256, 256**2)) / flops
+        assert f"{share:.0%} of the {flops / 1e12:.1f} TFLOP of a 448 x 448 image (256 tokens)" in table
+    assert gradients[1] - gradients[0] == pytest.approx(4 * tower / GIB, abs=0.1)
 
 
 def test_doctor_plans_separate_gpus_and_sft(

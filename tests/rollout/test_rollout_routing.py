@@ -98,6 +98,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
         max_seqlen=max(lengths),
+        images=None,
         stream=None,
         routing=None,
     )

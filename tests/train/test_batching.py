@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.stages.train.batching import Batch, pack
+from penstock.engines.families.shape import Vision
+from penstock.stages.train.batching import Batch, pack, train_flops
 from penstock.stages.train.microbatches import (
     balanced_shares,
     filled_microbatches,
@@ -17,6 +19,7 @@ from penstock.stages.train.microbatches import (
 )
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.sample import Sample, to_table
+from tests.engines.megatron_reference import SHAPE
 
 
 def samples(count: int, seed: int = 0, siblings: int = 1) -> list[Sample]:
@@ -156,3 +159,19 @@ def test_empty_microbatch_is_one_pad_token_without_trained_tokens() -> None:
     assert packed.token_ids.tolist() == [0] and packed.cu_seqlens.tolist() == [0, 1]
     fields = (packed.targets, packed.ordinal, packed.samples.index, packed.samples.num_tokens)
     assert [field.numel() for field in fields] == [0] * 4
+
+
+def test_flops_of_samples_include_their_images() -> None:
+    batch = Batch.from_table(to_table(samples(4)), needs_rewards=True)
+    grids, owners = np.array([[1, 4, 4], [1, 2, 6], [1, 8, 2]]), np.array([1, 1, 3])
+    batch = replace(batch, image_grids=grids, image_samples=owners)
+    vision = Vision(
+        variant="qwen3", image_token_id=0, num_blocks=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1,
+        output_size=8, in_channels=3, patch_size=4, temporal_patch_size=2, merge_size=2,
+    )  # fmt: skip
+    shape = SHAPE.model_copy(update={"vision": vision})
+    for chosen, images in (([0, 2], []), ([0, 1], [0, 1]), ([3], [2]), ([0, 1, 2, 3], [0, 1, 2])):
+        for trained in (False, True):
+            text = train_flops(SHAPE, batch, np.array(chosen))
+            expected = text + vision.train_flops(grids[images], trained=trained)
+            assert train_flops(shape, batch, np.array(chosen), trains_vision=trained) == pytest.approx(expected)

@@ -30,7 +30,7 @@ class BigramEngine:
     data_parallel_rank_and_size = (0, 1)
     tensor_group = context_group = lora = peak_flops = None
     device = torch.device("cpu")
-    shape = SimpleNamespace(train_flops=lambda tokens, squares, frozen=False: float(tokens))
+    shape = SimpleNamespace(train_flops=lambda tokens, *_, **__: float(tokens))
 
     def __init__(self) -> None:
         self.table = torch.zeros(VOCABULARY, VOCABULARY, requires_grad=True)
@@ -53,11 +53,11 @@ class BigramEngine:
             outputs.append(output)
         return outputs
 
-    def optimizer_step(self) -> tuple[bool, float, float]:
+    def optimizer_step(self) -> tuple[bool, float, list[float]]:
         assert self.table.grad is not None
         with torch.no_grad():
             self.table -= LR * self.table.grad
-        return True, float(self.table.grad.norm()), LR
+        return True, float(self.table.grad.norm()), [LR]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,14 +140,14 @@ def test_the_second_epoch_continues_the_first_with_the_same_old_logprobs_and_adv
     assert torch.equal(engine.table, naive.table)
 
 
-def only(step: int, probe: BigramEngine, before: torch.Tensor) -> tuple[bool, float, float]:
+def only(step: int, probe: BigramEngine, before: torch.Tensor) -> tuple[bool, float, list[float]]:
     """Update the weights only in optimizer step number `step` of a round."""
     number = len(updates(probe)) - 1
     assert probe.table.grad is not None
     if number == step:
         with torch.no_grad():
             probe.table.copy_(before - LR * probe.table.grad)
-    return True, 0.0, LR
+    return True, 0.0, [LR]
 
 
 @pytest.mark.parametrize("use_rollout_logprobs", [False, True])

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.norm_and_rope import RMSNorm, apply_rope, softmax_scale
-from penstock.engines.megatron.packing import Bucket, PackedStream
+from penstock.engines.megatron.packing import Bucket, PackedStream, Segments
 
 NORM_EPSILON = 1e-6  # for the norms inside MLA, where Hugging Face also ignores `rms_norm_eps`
 
@@ -140,17 +140,23 @@ def divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple
     return query, key, value
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:
-    """Return the output of causal attention for all tokens of the padded micro-batch. [T, heads, value_dim]"""
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float, causal: bool = True
+) -> Tensor:
+    """Return the output of attention for all tokens of the padded micro-batch. Only causal attention can have sequences
+    of different lengths in a bucket, or the kernel "fa4". [T, heads, value_dim]"""
     if stream.kernel == "padded":
         assert stream.buckets is not None
-        return bucketed_attention(query, key, value, stream.buckets, scale)
-    attend = fa4_attention if stream.kernel == "fa4" else varlen_attention
-    return attend(query, key, value, stream, scale)
+        return bucketed_attention(query, key, value, stream.buckets, scale, causal)
+    if stream.kernel == "fa4":
+        return fa4_attention(query, key, value, stream, scale)
+    return varlen_attention(query, key, value, stream, scale, causal)
 
 
-def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float) -> Tensor:
-    """Return the output of causal attention, computed with one padded batch per length bucket. [t, heads, value_dim]
+def bucketed_attention(
+    query: Tensor, key: Tensor, value: Tensor, buckets: list[Bucket], scale: float, causal: bool = True
+) -> Tensor:
+    """Return the output of attention, computed with one padded batch per length bucket. [t, heads, value_dim]
 
     Sequences are padded on the right, where the causal mask hides the padding; padded output rows are dropped.
     """
@@ -160,7 +166,7 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[
         q, k, v = (_CopyRows.apply(x, bucket.rows, bucket.places, num_places) for x in (query, key, value))
         q, k, v = (x.view(bucket.num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         attended = attended.transpose(1, 2).flatten(0, 1)  # [num_places, heads, value_dim]
         part = _CopyRows.apply(attended, bucket.places, bucket.rows, query.shape[0])
@@ -189,7 +195,7 @@ class _CopyRows(torch.autograd.Function):
         return grad, None, None, None
 
 
-def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:
+def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float) -> Tensor:
     """Return the output of causal attention, computed by FlashAttention-4. [t, heads, value_dim]"""
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -207,12 +213,14 @@ def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStrea
     )[0]
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream, scale: float) -> Tensor:
-    """Return the output of causal attention, computed by torch's variable-length flash attention kernel.
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float, causal: bool
+) -> Tensor:
+    """Return the output of attention, computed by torch's variable-length flash attention kernel.
     [t, heads, value_dim]"""
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.13; 2.11 supports GQA without a flag
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     starts, longest = (stream.cu_seqlens, stream.cu_seqlens), (stream.max_seqlen, stream.max_seqlen)

@@ -28,6 +28,7 @@ from megatron.core.models.gpt import GPTModel
 
 from penstock.engines.megatron.model.layers import transformer_block_spec
 from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin, rope_dim
+from penstock.engines.megatron.model.vision import VisionTower, insert_images
 from penstock.engines.megatron.packing import PackedStream
 
 # Logit of padded vocabulary entries. Their probability is 0; a finite value avoids the NaN of 0 * -inf in an entropy.
@@ -50,11 +51,16 @@ class PolicyModel(GPTModel):
         self.adapters: Any = nn.ModuleList()  # LoRA adapters of this chunk, see `lora_layers.py`
         is_last = self.pg_collection.tp.rank() == self.pg_collection.tp.size() - 1
         self.num_padded = self.vocab_size - shape.vocab_size if is_last else 0  # rows of the vocabulary's padding
+        self.vision = VisionTower(shape.vision, self.config) if shape.vision and self.pre_process else None
 
     def forward(self, stream: PackedStream) -> Tensor:  # type: ignore[override]
         if stream.cos_sin is None:
             stream.cos_sin = rope_cos_sin(stream.positions, rope_dim(self.shape), self.shape.rotary)
-        return super().forward(stream.token_ids[None], stream.positions[None], None, packed_seq_params=stream)
+        token_ids, positions, embedded = stream.token_ids[None], stream.positions[None], None
+        if self.vision is not None:
+            embedded = self.embedding(input_ids=token_ids, position_ids=positions)
+            embedded = insert_images(embedded, self.vision, stream)
+        return super().forward(token_ids, positions, None, embedded, packed_seq_params=stream)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:

@@ -1,5 +1,6 @@
 """Transformer layers that Megatron-core does not have or implements differently from Hugging Face: sandwich norms
-(GLM-4), and MoE layers with Hugging Face's expert selection (routing) and routing replay (`packing.StreamRouting`).
+(GLM-4), deepstack features (Qwen3-VL), and MoE layers with Hugging Face's expert selection (routing) and routing replay
+(`packing.StreamRouting`).
 
 Megatron-core's own router differs: it ranks a group of experts by the sum of its highest `top_k / top_groups` scores
 instead of its two highest, always normalizes sigmoid scores, and does not compute the softmax over all experts.
@@ -26,6 +27,7 @@ from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.model.attention import CoreAttention, HeadNormAttention, MLASelfAttention
 from penstock.engines.megatron.model.grouped_experts import GroupedExperts, TokenDispatcher
 from penstock.engines.megatron.model.norm_and_rope import HeadNorm, RMSNorm
+from penstock.engines.megatron.model.vision import AddDeepstack
 from penstock.engines.megatron.packing import StreamRouting
 
 TINY = 1e-20  # avoids division by zero if all scores are zero; same value as in Hugging Face
@@ -40,6 +42,8 @@ def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: 
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         if shape.sandwich_norms:
             layer.module = SandwichNormLayer
+        elif shape.vision and shape.vision.deepstack_blocks:
+            layer.module = DeepstackLayer
         elif shape.experts:
             layer.module = RoutedLayer
         if shape.latent:
@@ -92,6 +96,17 @@ class RoutedLayer(TransformerLayer):
             return super(RoutedLayer, self)._forward_mlp(hidden_states, *args, **kwargs)
 
         return tensor_parallel.checkpoint(run, False, hidden_states) if self.recomputes_experts else run(hidden_states)
+
+
+class DeepstackLayer(RoutedLayer):
+    """A transformer layer that adds deepstack features of images to its output (Qwen3-VL)."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = super().forward(*args, **kwargs)
+        images, index = kwargs["packed_seq_params"].images, self.layer_number - 1
+        if images is not None and index < len(images.deepstack):
+            hidden = AddDeepstack.apply(hidden, images, index)
+        return hidden, context
 
 
 class SandwichNormLayer(RoutedLayer):

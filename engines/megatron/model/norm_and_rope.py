@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE, Su et al. 2021) in the variants of the supported model families: full or partial
 (applied to the first dimensions of a head only), half-split or interleaved pairs, and frequency scaling of Llama 3.1 or
-YaRN.
+YaRN; and M-RoPE of vision-language models, whose tokens have three positions.
 
 The cosines and sines of all positions are computed once per micro-batch; every layer applies them to its queries and
 keys.
@@ -35,11 +35,24 @@ def rope_dim(shape: ModelShape) -> int:
 
 def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Return the RoPE cosines and sines for `dim` dimensions and the position of each token in its sequence, multiplied
-    by YaRN's attention factor. [t] -> [t, 1, dim] each, fp32"""
-    angles = torch.outer(positions.float(), rope_frequencies(rotary, dim, positions.device))
+    by YaRN's attention factor. [t], or [3, t] with M-RoPE -> [t, 1, dim] each, fp32"""
+    frequencies = rope_frequencies(rotary, dim, positions.device)
+    if positions.ndim == 1:
+        angles = torch.outer(positions.float(), frequencies)
+    else:
+        angles = positions.float()[mrope_axes(rotary)].T * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     factor = yarn_attention_factor(rotary.scaling) if isinstance(rotary.scaling, YarnScaling) else 1.0
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+
+
+def mrope_axes(rotary: Rotary) -> list[int]:
+    """Return for each RoPE pair which of a token's three positions rotates it: 0 time, 1 height, 2 width. [dim / 2]"""
+    assert rotary.sections is not None, "three positions need M-RoPE"
+    sections, count = rotary.sections, sum(rotary.sections)
+    if rotary.alternating_sections:
+        return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(count)]
+    return [axis for axis, size in enumerate(sections) for _ in range(size)]
 
 
 def rope_frequencies(rotary: Rotary, dim: int, device: torch.device | None = None) -> Tensor:
