@@ -243,8 +243,9 @@ def driving(search: Search) -> Iterator[Evaluator]:
         if plan.run.ray_address is not None:
             with translate_ray_errors(plan.run.ray_address):
                 check_ray_answers(plan.run.ray_address)
-        run, stop, failure = ActiveRun(store, keys, plan.flow, plan, lease.key), StopRequest(), None
+        run, stop = ActiveRun(store, keys, plan.flow, plan, lease.key), StopRequest()
         completion = read_completion(store, keys)
+        failure: BaseException | None = None
         processes = Processes(run, lambda text: print(f"  · {redact(text)}", flush=True))
         processes.base_checkpoint, _ = read_initial_weights(store, keys)
         tokenizer = PromptTokenizer(
@@ -288,6 +289,7 @@ def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -
 
     def evaluate(version: int) -> float:
         evaluator.stop.raise_if_requested()
+        print(f"  · evaluating version {version}", flush=True)
         commit = evaluator.evaluate(version, search.data_set)
         value = search.value(commit)
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}", flush=True)
