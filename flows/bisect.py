@@ -50,6 +50,7 @@ from penstock.stages.eval.bisection import (
     find_fall,
     largest_cost,
     list_falls,
+    next_version,
     rank_groups,
     reward_contrast,
 )
@@ -124,6 +125,7 @@ def main(argv: list[str]) -> int:
     print(describe_cost(search, values), flush=True)
     if "--dry-run" in own:
         return 0
+    next_version(search.first, search.last, values, search.bound)  # raises NoFallError before anything starts
     try:
         with driving(search) as evaluator:
             before, after = run_search(search, values, evaluator)

@@ -291,7 +291,7 @@ class TrainActor:
         self, rollout: Commit, evaluations: Sequence[Commit], contrast: Sequence[float], sign: int
     ) -> list[float]:
         """Return the objective of every sample of `rollout` after optimizer steps on the samples of `evaluations`
-        (see influence.py). The rank then holds weights of no policy version: they must be loaded before its next use.
+        (see influence.py). Afterwards its weights are not those of a policy version: load one before the next use.
         """
         import numpy as np
         import pyarrow as pa

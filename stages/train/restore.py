@@ -268,8 +268,8 @@ class PolicyRestorer:
         self, rollout_id: int, evaluations: Sequence[Commit], contrast: Sequence[float]
     ) -> list[float]:
         """Return to first order how much training on each sample of a committed round has raised the sum of contrast x
-        log-prob over the samples of `evaluations` (stages/train/influence.py). Writes nothing to the store. The ranks
-        hold no policy version afterwards.
+        log-prob over the samples of `evaluations` (stages/train/influence.py). Writes nothing to the store.
+        Afterwards the ranks do not hold a policy version.
 
         Raises:
             ReplayError, RunError: the policy with which the round began cannot be restored (`restore`).

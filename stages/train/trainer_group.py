@@ -220,7 +220,7 @@ class TrainerGroup:
         self, rollout: Commit, evaluations: Sequence[Commit], contrast: Sequence[float], sign: int
     ) -> list[float]:
         """Return the objective of every sample of `rollout` after optimizer steps on the samples of `evaluations`; see
-        `TrainActor.objective_of_samples`. Afterwards the ranks hold no policy version."""
+        `TrainActor.objective_of_samples`. Afterwards the ranks do not hold a policy version."""
         result: list[float] = self._call("objective_of_samples", rollout, evaluations, contrast, sign)[0]
         return result
 

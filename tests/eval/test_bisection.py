@@ -55,7 +55,7 @@ def test_every_found_pair_is_a_fall_of_a_curve_that_is_not_monotone() -> None:
 def test_the_first_fall_that_stored_values_show_is_searched() -> None:
     curve = [0.2, 0.3, 0.9, 0.9, 0.9, 0.1, 0.1, 0.9, 0.9, 0.1, 0.1]
     found, _ = search(curve, {0: 0.2, 2: 0.9, 6: 0.1, 8: 0.9, 10: 0.1})
-    assert found == (4, 5), "a low start is no fall, and later falls come after the first"
+    assert found == (4, 5), "a low start is not a fall, and later falls come after the first"
 
 
 def test_a_search_continues_from_its_values() -> None:

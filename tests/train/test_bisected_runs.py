@@ -74,7 +74,7 @@ def test_influence_is_the_inner_product_of_gradients(tmp_path: Path, monkeypatch
     tables = [read_table(run.store, commit) for commit in evaluated]
     contrast = reward_contrast(tables)
     influence = np.array(run.policy.influence_of_samples(before, evaluated, contrast.tolist()))
-    assert not actor.state().clean, "the weights are those of no version"
+    assert not actor.state().clean, "the weights are not those of a version"
     run.policy.restore(before)
     weights = [actor.engine.embedding, actor.engine.head]
 
