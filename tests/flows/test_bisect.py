@@ -23,15 +23,25 @@ from penstock.storage.store import Store
 ROUNDS = 8
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("bisect") / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def store(data: Path) -> Store:
     """A store with the run `r` of eight rounds, checkpoints of versions 2 and 6, and evaluations of 0, 4 and 8, whose
     value is the version."""
-    store, data = Store(str(tmp_path / "store")), write_data(tmp_path / "data.jsonl")
+    store = Store(str(data.parent / "store"))
     config = config_of(store, data, "r", "--eval-prompt-data", "sums", str(data), "--rm-type", "random")
     make_run(store, config, ROUNDS, save=(2, 6), score=(0, 4, 8))
-    monkeypatch.setattr(bisect, "plan_of", lambda flow, config: config)  # reads the model
     return store
+
+
+@pytest.fixture(autouse=True)
+def without_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the checks of options that read the model."""
+    monkeypatch.setattr(bisect, "plan_of", lambda flow, config: config)
 
 
 def dry(store: Store, *words: str, run: str = "r") -> int:
@@ -90,8 +100,7 @@ def test_bad_requests_are_refused_before_anything_starts(store: Store, words: tu
         dry(store, *words)
 
 
-def test_run_without_evaluations_needs_a_range(store: Store, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
+def test_run_without_evaluations_needs_a_range(store: Store, data: Path) -> None:
     make_run(store, config_of(store, data, "bare", "--eval-prompt-data", "sums", str(data)), 2)
     with pytest.raises(RunError, match=r"'bare' has no evaluation on sums of versions 0 to 2: give --from and --to"):
         dry(store, *SUMS, "--below", "1", run="bare")
