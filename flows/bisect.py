@@ -152,7 +152,7 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
         raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
     config = update_config_from_argv(recorded, rest)
     for mutability in ("identity", "schedule"):
-        before, now = (options_by_mutability(each, mutability) for each in (recorded, config))  # type: ignore[arg-type]
+        before, now = (options_by_mutability(each, mutability) for each in (recorded, config))
         if changed := [flag_of_field(name.rpartition(".")[2]) for name in now if now[name] != before[name]]:
             raise OptionError(
                 f"{changed[0]} cannot change in a search, which restores and evaluates the run as it was: leave it out"
