@@ -281,8 +281,8 @@ def describe_cost(search: Search, values: dict[int, float]) -> str:
     return (
         f"bisecting {search.keys.run}: {search.metric} below {search.bound:g}, versions {search.first} to "
         f"{search.last}, {len(values)} of them with a stored evaluation\n"
-        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds, then a checkpoint of the version "
-        "before the fall, and about two rounds of training to rank its groups"
+        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds; then, to rank the groups, a "
+        "checkpoint of the version before the fall, and twice four optimizer steps on the samples of two evaluations"
     )
 
 
