@@ -61,6 +61,8 @@ keep
   promote   make a policy the champion of a model if it is better:  penstock promote RUN/20 --to MODEL --data-set NAME
   verify    check every hash, reference and sample of a run:  penstock verify RUN
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
+  bisect    find the version at which an evaluation fell, and the groups that did it:
+            penstock bisect RUN --metric eval/NAME --below X
   rm        remove a run:  penstock rm RUN
   gc        list files that are no longer needed; --delete removes them
 
@@ -173,6 +175,7 @@ COMMANDS: dict[str, Command] = {
     "regrade": _module_command("commands.regrade"),
     "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
+    "bisect": _module_command("bisect"),
     "fork": _module_command("commands.fork"),
     "promote": _module_command("promotion"),
     "rm": _module_command("commands.maintenance", "rm"),
@@ -194,7 +197,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": _module_command("commands.doctor"),
 }
 _TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # commands that take the options of a run
-RESUMABLE = ("demo", "train", "sft", "convert", "eval", "regrade", "resume")
+RESUMABLE = ("demo", "train", "sft", "convert", "eval", "regrade", "resume", "bisect")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------

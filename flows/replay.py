@@ -151,7 +151,7 @@ def check_replay(
             f"--from and --to with 0 <= from < to <= {trained}"
         )
     check_same_options(store, keys, config, begin, last)
-    _, shape = _read_initial_weights(store, keys)
+    _, shape = read_initial_weights(store, keys)
     check_layout(shape, config.train)
     return config, begin, last
 
@@ -196,7 +196,7 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     The trainer has its own Ray namespace, so it does not disturb the run's trainer if that works on the same cluster.
     """
 
-    base, shape = _read_initial_weights(store, keys)
+    base, shape = read_initial_weights(store, keys)
     spec = TrainerSpec(
         run=keys.run,
         shape=shape,
@@ -216,7 +216,7 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
         cluster.stop()
 
 
-def _read_initial_weights(store: Store, keys: RunKeys) -> tuple[CheckpointRef, ModelShape]:
+def read_initial_weights(store: Store, keys: RunKeys) -> tuple[CheckpointRef, ModelShape]:
     """Return the reference to a run's initial weights, and the shape of the model. Raises RunError if the weights are
     not in the store."""
     base = store.read_record(CheckpointRef, keys.origin_key("base"))

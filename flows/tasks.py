@@ -21,15 +21,15 @@ from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.debug_runs import check_gates, dump_samples, loading_options, rollout_file
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
+from penstock.flows.runtime.evaluation import Evaluator
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
 from penstock.stages.convert.targets import find_conversion, is_conversion_of, is_published
 from penstock.stages.convert.work import copy_export
-from penstock.stages.eval.scores import Gate, compute_eval_metrics
+from penstock.stages.eval.scores import Gate
 from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_stage
 from penstock.stages.rollout.prompts.data_source import RolloutRound
-from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 from penstock.stages.train.restore import step_ref
 from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused
@@ -268,44 +268,12 @@ def remove_old_checkpoints(session: Session) -> None:
 @stage("eval-{version:06d}-{name}", needs=lambda session, version, name: [published_policy(version, version)])
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
-    evals = session.config.eval
     prefix = session.run.keys.eval_prefix(version, name)
     commit = session.run.store.committed(prefix)
     if commit is None:
-        config = session.config.rollout_with_args.model_copy(
-            update=evals.rollout_overrides(dict(evals.data_sets)[name], name)
-        )
-        source = PromptSource.open(config)
-        with (
-            session.display.progress(f"eval {name} of version {version}: samples", "eval") as report,
-            session.engines.for_evaluation(version) as engines,
-        ):
-            context = RolloutContext(
-                session.run.store,
-                config,
-                source,
-                session.tokenizer,
-                engines,
-                provenance=session.run.provenance,
-                stop=session.stop,
-                on_progress=report,
-                connect=session.processes.setup.connect_for_evaluation,
-                read_counters=partial(session.processes.engine_counters, evaluation=True),
-            )
-            commit = rollout_stage(
-                context,
-                prefix,
-                RolloutRound(
-                    session.run.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"
-                ),
-                num_prompts=len(source),
-                summarize=lambda samples: compute_eval_metrics(
-                    samples,
-                    name,
-                    pass_threshold=evals.data_set_settings(name).get("pass_threshold"),
-                    require_pass_rate=evals.log_passrate,
-                ),
-            )
+        parts = session.run, session.processes, session.engines, session.tokenizer, session.stop
+        with session.display.progress(f"eval {name} of version {version}: samples", "eval") as report:
+            commit = Evaluator(*parts).evaluate(version, name, report)
     session.report_commit(prefix, commit)
     dump_samples(session.config, session.run.store, commit, f"eval_{version}_{name}", session.display)
     return EvalRef(

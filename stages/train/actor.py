@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -40,10 +40,12 @@ from penstock.storage.commit import Commit, FileRecord
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from torch import Tensor
 
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.generation import EngineClient, EngineGone, EngineRefused, WeightTransport
+    from penstock.stages.train.batching import Batch
     from penstock.stages.train.step import Models
 
 
@@ -237,7 +239,7 @@ class TrainActor:
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
         what is stored of every trained token (`token_columns`) under the store's key `attempt`, if it is given."""
-        from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
+        from penstock.stages.train.batching import spread
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import encode_runs, read_table, write_trained_tokens
 
@@ -247,13 +249,7 @@ class TrainActor:
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
         table = read_table(self.store, rollout)
-        batch = Batch.from_table(
-            table, needs_rewards=config.loss_type != "sft_loss", components=config.gdpo_reward_weights
-        )
-        if config.use_rollout_routing_replay:
-            batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
-        if config.reads_teacher_logprobs:
-            batch = replace(batch, teacher_logprobs=read_teacher_logprobs(table, batch))
+        batch = self._batch_of(table)
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
         trace = partial(self.diagnostics.traced, rollout_id=version)
@@ -290,6 +286,30 @@ class TrainActor:
             files=files,
             notes=self.diagnostics.take_notes(),
         )
+
+    def objective_of_samples(
+        self, rollout: Commit, evaluations: Sequence[Commit], contrast: Sequence[float], sign: int
+    ) -> list[float]:
+        """Return the objective of every sample of `rollout` after optimizer steps on the samples of `evaluations`
+        (see influence.py). Afterwards its weights are not those of a policy version: load one before the next use.
+        """
+        import numpy as np
+        import pyarrow as pa
+
+        from penstock.stages.train.batching import Batch
+        from penstock.stages.train.influence import objective_of_samples
+        from penstock.storage.samples.shards import read_table
+
+        batch = self._batch_of(read_table(self.store, rollout))
+        samples = pa.concat_tables([read_table(self.store, evaluation) for evaluation in evaluations])
+        evaluated = Batch.from_table(samples, needs_rewards=False)
+        self._state = self._state.model_copy(update={"clean": False})
+        config, temperature = self.spec.config, self.spec.temperature
+        direction = np.array(contrast, np.float64)
+        objective = objective_of_samples(
+            self.models, batch, evaluated, direction, config, temperature=temperature, sign=sign
+        )
+        return list(map(float, objective))
 
     def save(self, attempt: str) -> SaveResult:
         """Write this rank's part of a checkpoint (weights, optimizer, scheduler and RNG states) under the key
@@ -361,6 +381,20 @@ class TrainActor:
         """Return time and memory use of each offload and onload since the last call of this method."""
         switches, self._memory_switches = self._memory_switches, []
         return switches
+
+    def _batch_of(self, table: pa.Table) -> Batch:
+        """Return the samples of a round as arrays, with what the options need of them."""
+        from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs
+
+        config = self.spec.config
+        batch = Batch.from_table(
+            table, needs_rewards=config.loss_type != "sft_loss", components=config.gdpo_reward_weights
+        )
+        if config.use_rollout_routing_replay:
+            batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
+        if config.reads_teacher_logprobs:
+            batch = replace(batch, teacher_logprobs=read_teacher_logprobs(table, batch))
+        return batch
 
     @contextmanager
     def _changing_weights_to(self, version: int) -> Iterator[None]:

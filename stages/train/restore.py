@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from penstock.engines.local_gpus import ReadCounters, energy_metric
@@ -79,7 +79,8 @@ class PolicyRestorer:
 
     def restore(self, version: int) -> None:
         """Bring every rank to policy `version`, which is the policy after `version` committed rounds: load the newest
-        checkpoint up to it, then replay the rounds after the checkpoint. Return at once if all ranks hold it already.
+        checkpoint up to it, unless the ranks hold that version or a later one, then replay the remaining rounds. Return
+        at once if all ranks hold the version already.
 
         Raises:
             ReplayError: a replayed round differs from its commit.
@@ -90,8 +91,9 @@ class PolicyRestorer:
             current = state.version if state is not None and state.run == self.keys.run and state.clean else None
             if current == version:
                 return
-            if current is None or current > version:
-                current = newest_checkpoint(self.store, self.keys, version)
+            newest = newest_checkpoint(self.store, self.keys, version)
+            if current is None or not newest <= current <= version:
+                current = newest
                 self.load_checkpoint(current)
             for rollout_id in range(current, version):
                 number = f"{rollout_id - current + 1} of {version - current}"
@@ -261,6 +263,24 @@ class PolicyRestorer:
         return ReplayResult(
             rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest, metrics=trained.metrics
         )
+
+    def influence_of_samples(
+        self, rollout_id: int, evaluations: Sequence[Commit], contrast: Sequence[float]
+    ) -> list[float]:
+        """Return to first order how much training on each sample of a committed round has raised the sum of contrast x
+        log-prob over the samples of `evaluations` (stages/train/influence.py). Writes nothing to the store.
+        Afterwards the ranks do not hold a policy version.
+
+        Raises:
+            ReplayError, RunError: the policy with which the round began cannot be restored (`restore`).
+        """
+        rollout, objectives = self._read_commit(self.keys.rollout_prefix(rollout_id)), []
+        with self.group.lock:
+            for sign in (1, -1):
+                self.restore(rollout_id)
+                self.on_progress(f"{'raising' if sign > 0 else 'lowering'} the log-probs of the evaluated samples")
+                objectives.append(self.group.objective_of_samples(rollout, evaluations, contrast, sign))
+        return [(raised - lowered) / 2 for raised, lowered in zip(*objectives, strict=True)]
 
     def _auxiliary_models(self, checkpoint: Commit | None, base_key: str) -> dict[AuxiliaryModel, Commit]:
         """Return the commits of the reference, the teacher and the initial adapters that the ranks must load. The

@@ -23,6 +23,7 @@ AuxiliaryModel = Literal["reference", "teacher", "adapter"]  # "adapter": the ad
 NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "load": STATE_KINDS,
     "train": STATE_KINDS,
+    "objective_of_samples": STATE_KINDS,
     "save": ("weights", "optimizer"),
     "optimizer_digest": ("weights", "optimizer"),
     "digest": ("weights",),
@@ -30,7 +31,7 @@ NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {
     "export": ("weights",),
 }
 # Methods before which engines on the same devices free their memory. Engines have freed it already before `publish`.
-FREES_ENGINES_MEMORY = ("load", "train", "save", "optimizer_digest", "export")
+FREES_ENGINES_MEMORY = ("load", "train", "objective_of_samples", "save", "optimizer_digest", "export")
 # Methods of NEEDED_ON_DEVICE that need only the policy's state, not the critic's.
 POLICY_METHODS = ("publish", "export")
 

@@ -1,7 +1,7 @@
 """One round of training on one rank: plan, log-probs and values before the update, advantages, optimizer steps.
 
-This is the only module that uses both the algorithms and the training engine. The engine adds up gradients over
-micro-batches and ranks without averaging, and does not scale the loss: the token weights contain all
+This module and influence.py are the only ones that use both the algorithms and the training engine. The engine adds up
+gradients over micro-batches and ranks without averaging, and does not scale the loss: the token weights contain all
 denominators, so the sum of weight x value over all tokens is the mean over the optimizer step. Every rank holds the
 data of all N trained tokens of the rollout, so every rank computes the same advantages.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ class TrainedRound:
     sample_uses: np.ndarray  # [B] number of optimizer steps that each sample was trained in
 
 
+class PreparedRound(NamedTuple):
+    """What a round trains on. The micro-batches of `steps` have their loss inputs."""
+
+    batch: Batch  # the rollout, with the loss masks that are applied
+    steps: Steps
+    weights: LossWeights
+    experience: Experience
+    estimate: Estimate
+
+
 def train_rollout(
     models: Models,
     batch: Batch,
@@ -92,18 +102,7 @@ def train_rollout(
     for engine in (models.policy, models.critic) if config.reset_optimizer_states else ():
         if engine is not None:
             engine.reset_optimizer_states()
-    with clock("plan"):
-        steps, weights = plan_steps(models.policy, batch, config), compute_loss_weights(batch, config)
-    with trace("train_log_probs"):
-        experience = gather_experience(models, steps, batch, config, temperature, clock)
-    with clock("advantages"):
-        estimate = estimate_advantages(experience, config)
-        if path := config.rollout_data_postprocess_path:
-            masked, experience, estimate = postprocess_rollout(path, batch, experience, estimate, config)
-            if masked is not batch:
-                batch, steps = masked, plan_steps(models.policy, masked, config)
-                weights = compute_loss_weights(batch, config)
-        attach_token_fields(steps, experience, estimate, weights, models.policy.device)
+    batch, steps, weights, experience, estimate = prepare_round(models, batch, config, temperature, clock, trace)
     has_old_logprobs = experience.old_logprobs is not None and not config.use_rollout_logprobs
     only_now = {  # values of the tokens that exist in the update only -> whether they are stored
         "step_logprobs": config.loss_type != "sft_loss" and (config.keep_step_logprobs or not has_old_logprobs),
@@ -148,6 +147,26 @@ def train_models(
 
 
 # ---- before the update -----------------------------------------------------------------------------------------------
+
+
+def prepare_round(
+    models: Models, batch: Batch, config: TrainConfig, temperature: float, clock: Clock, trace: Trace = nullcontext
+) -> PreparedRound:
+    """Return what a round trains on: plan its optimizer steps, compute the log-probs and values that are needed before
+    the update, and the advantages, and set the loss inputs of all micro-batches."""
+    with clock("plan"):
+        steps, weights = plan_steps(models.policy, batch, config), compute_loss_weights(batch, config)
+    with trace("train_log_probs"):
+        experience = gather_experience(models, steps, batch, config, temperature, clock)
+    with clock("advantages"):
+        estimate = estimate_advantages(experience, config)
+        if path := config.rollout_data_postprocess_path:
+            masked, experience, estimate = postprocess_rollout(path, batch, experience, estimate, config)
+            if masked is not batch:
+                batch, steps = masked, plan_steps(models.policy, masked, config)
+                weights = compute_loss_weights(batch, config)
+        attach_token_fields(steps, experience, estimate, weights, models.policy.device)
+    return PreparedRound(batch, steps, weights, experience, estimate)
 
 
 def gather_experience(

@@ -216,6 +216,14 @@ class TrainerGroup:
         results = self._call("train", rollout, version, attempt)
         return results[0].model_copy(update={"digest": _merge_digests([result.digest for result in results])})
 
+    def objective_of_samples(
+        self, rollout: Commit, evaluations: Sequence[Commit], contrast: Sequence[float], sign: int
+    ) -> list[float]:
+        """Return the objective of every sample of `rollout` after optimizer steps on the samples of `evaluations`; see
+        `TrainActor.objective_of_samples`. Afterwards the ranks do not hold a policy version."""
+        result: list[float] = self._call("objective_of_samples", rollout, evaluations, contrast, sign)[0]
+        return result
+
     def save(self, attempt: str) -> SaveResult:
         """Write weights, optimizer, learning-rate scheduler and RNG states of all ranks under the key `attempt`. The
         files are durable, but not committed yet."""

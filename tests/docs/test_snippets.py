@@ -45,7 +45,7 @@ FLOWS = ("train", "sft", "eval")
 # command, also of one that is added later, only the flags are checked.
 HARMLESS = {
     *("convert", "export", "eval", "import-slime", "resume", "replay", "fork", "promote", "rm", "verify", "gc"),
-    *("runs", "show", "lineage", "samples", "query", "report", "regrade"),
+    *("bisect", "runs", "show", "lineage", "samples", "query", "report", "regrade"),
 }
 # Programs of others, which are not checked.
 PROGRAMS = re.compile(

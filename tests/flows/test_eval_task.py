@@ -66,7 +66,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
 
     keys = open_run(store, resolve("evaluate", config, store))
     session = SimpleNamespace(
-        config=config, run=SimpleNamespace(store=store, keys=keys, provenance={}),
+        config=config, run=SimpleNamespace(store=store, keys=keys, provenance={}, config=config),
         engines=SimpleNamespace(for_evaluation=for_evaluation), tokenizer=tokenizer,
         processes=SimpleNamespace(setup=SimpleNamespace(connect_for_evaluation=connect),
                                   engine_counters=lambda evaluation: {}),

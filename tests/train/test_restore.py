@@ -155,6 +155,14 @@ def test_restore_loads_the_newest_earlier_checkpoint_and_replays_only_the_rest(t
     assert group.calls[2:] == ["load 0", "train 0"]
 
 
+def test_restore_skips_rounds_before_a_newer_checkpoint(trained: Store) -> None:
+    group = ListTrainer(trained)
+    group.hold(1)
+    group.weights = weights_of(1)
+    restorer(trained, group).restore(3)
+    assert group.calls == ["load 2", "train 2"] and group.weights == weights_of(3)
+
+
 def test_a_committed_round_is_not_trained_again(trained: Store) -> None:
     group = ListTrainer(trained)
     commit = restorer(trained, group).train_round(1)

@@ -1,0 +1,350 @@
+"""`penstock bisect RUN --metric eval/NAME --below X`: find the first policy version at which an evaluation fell, and
+rank the groups of the round that trained it.
+
+The policy versions between two checkpoints are restored by replay, as after a kill, and sent to engines, which evaluate
+them. The evaluations are committed to the run like those of a round, so a killed search continues with the same
+command. The process drives the run during the search (`driver_lease`). The search itself is in
+stages/eval/bisection.py, the influence of the groups in stages/train/influence.py.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.engines.cluster import check_ray_answers, translate_ray_errors
+from penstock.flows.config import (
+    Flow,
+    Plan,
+    PostTrainConfig,
+    options_by_mutability,
+    training_options,
+    validate_config,
+    with_options,
+)
+from penstock.flows.debug_config import DebugConfig
+from penstock.flows.options.argv import (
+    flag_of_field,
+    parse_integer,
+    parse_run_argument,
+    penstock_command,
+    short_repr,
+    split_args,
+)
+from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
+from penstock.flows.replay import read_initial_weights
+from penstock.flows.runtime.evaluation import Evaluator
+from penstock.flows.runtime.preflight import plan_of, preflight
+from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.publishing import PolicyEngines
+from penstock.flows.runtime.runs import ActiveRun, driver_lease, open_store, read_flow_and_config
+from penstock.flows.runtime.signals import stop_signals
+from penstock.flows.terminal.console import print_table
+from penstock.flows.terminal.lines import format_with_interval
+from penstock.stages.eval.bisection import (
+    NoFallError,
+    RankedGroup,
+    find_fall,
+    largest_cost,
+    list_falls,
+    next_version,
+    rank_groups,
+    reward_contrast,
+)
+from penstock.stages.eval.scores import check_same_data
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError
+from penstock.storage.history.run_record import read_completion, read_run_record, record_completion
+from penstock.storage.preemption import Preempted, StopRequest
+from penstock.storage.samples.shards import read_table
+from penstock.storage.secrets import redact
+from penstock.storage.store import Store
+
+USAGE = """penstock bisect RUN --metric eval/NAME --below X [--from A] [--to B] [--dry-run] [--store URI]
+
+  Finds the first policy version at which an evaluation fell below X, with a number of evaluations that grows with the
+  logarithm of the number of versions. Versions without a checkpoint are restored by replay from the nearest earlier
+  one. Then it ranks the groups of the round that trained this version by how much they have contributed to the fall.
+
+  RUN        a run of `penstock train` that is not running
+  --metric   eval/NAME for the mean reward on the data set NAME, or another metric of its evaluations, such as
+             eval/NAME-pass@1
+  --below X  a version is low if its value is below X
+  --from A, --to B
+             range of policy versions; default: the first and the last one with a stored evaluation on NAME
+  --dry-run  only print how much the search takes
+
+  Stored evaluations are used. Others are run, and stored in the run, so the same command continues a search that was
+  stopped. If the values cross X several times, the search finds the first fall that they show. Engines and GPUs may
+  differ from the run's: `penstock resume --help-all` lists the placement options."""
+
+_OWN = {**dict.fromkeys(("--metric", "--below", "--from", "--to"), True), "--dry-run": False}
+_NUM_PRINTED = 10  # groups
+
+
+@dataclass(frozen=True)
+class Search:
+    """A request, checked."""
+
+    store: Store
+    keys: RunKeys
+    plan: Plan  # of the run, with the placement of this command
+    metric: str
+    data_set: str
+    bound: float
+    first: int
+    last: int
+
+    def stored_commits(self) -> dict[int, Commit]:
+        """Return the stored evaluations on the data set in the range: policy version -> commit."""
+        prefixes = {v: self.keys.eval_prefix(v, self.data_set) for v in evaluated_versions(self.store, self.keys)}
+        commits = {v: self.store.committed(prefix) for v, prefix in prefixes.items() if self.first <= v <= self.last}
+        return {version: commit for version, commit in commits.items() if commit is not None}
+
+    def value(self, commit: Commit) -> float:
+        """Return the metric of an evaluation. Raises OptionError if the evaluation does not have it."""
+        if self.metric not in commit.summary:
+            names = [name for name in commit.summary if name.startswith("eval/") and "-ci_" not in name]
+            raise OptionError(
+                f"--metric {short_repr(self.metric)} is not a metric of the evaluation of version {commit.index}: give "
+                f"one of {', '.join(names)}"
+            )
+        return commit.summary[self.metric]
+
+
+def main(argv: list[str]) -> int:
+    """Run `penstock bisect`. Return the exit code: 0 if the fall was found, 1 if the search failed."""
+    positional, own, rest = split_args(argv, _OWN)
+    run = parse_run_argument("bisect", positional)
+    search = plan_search(run, own, rest)
+    values = {version: search.value(commit) for version, commit in search.stored_commits().items()}
+    print(describe_cost(search, values), flush=True)
+    if "--dry-run" in own:
+        return 0
+    next_version(search.first, search.last, values, search.bound)  # raises NoFallError before anything starts
+    try:
+        with driving(search) as evaluator:
+            before, after = run_search(search, values, evaluator)
+            print_fall(search, values, before, after)
+            print_ranking(search, before, rank_round(search, evaluator, before))
+    except (InputError, StoreError):
+        raise
+    except Exception as error:
+        failure = redact(f"{type(error).__name__}: {error}")
+        print(f"\npenstock: bisect failed: {failure}; the same command continues the search", file=sys.stderr)
+        return 1
+    return 0
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
+    """Check a request. `own`: the command's own flags with their values; `rest`: options of the run."""
+    if missing := [flag for flag in ("--metric", "--below") if flag not in own]:
+        raise OptionError(f"{missing[0]} is missing: penstock bisect RUN --metric eval/NAME --below X")
+    flow, recorded = read_flow_and_config(store_options_from_values(parse_values(rest)), run)
+    if flow != Flow.TRAIN:
+        raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
+    config = update_config_from_argv(recorded, rest)
+    for mutability in ("identity", "schedule"):
+        before, now = (options_by_mutability(each, mutability) for each in (recorded, config))
+        if changed := [flag_of_field(name.rpartition(".")[2]) for name in now if now[name] != before[name]]:
+            raise OptionError(
+                f"{changed[0]} cannot change in a search, which restores and evaluates the run as it was: leave it out"
+            )
+    data_set, metric = find_data_set(config, own["--metric"]), own["--metric"]
+    # A fork that reuses rollouts runs without engines, and debug options name files of other starts.
+    config = with_options(config, "run", {"debug_train_only": False, "debug_rollout_only": False})
+    plan = plan_of(flow, config.model_copy(update={"debug": DebugConfig()}))
+    store, keys = open_store(plan.run, probe=False), RunKeys(run)
+    first, last = find_range(store, keys, plan, data_set, own)
+    return Search(store, keys, plan, metric, data_set, parse_bound(own["--below"]), first, last)
+
+
+def parse_bound(text: str) -> float:
+    """Return the value of --below. Raises OptionError if it is not a finite number."""
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise OptionError(f"--below takes a number; found {short_repr(text)}")
+    return bound
+
+
+def find_data_set(config: PostTrainConfig, metric: str) -> str:
+    """Return the data set of the run to whose evaluations a metric belongs: for eval/a-b/rewards/x it is a-b, or a if
+    the run has no data set a-b. Raises OptionError if there is none."""
+    names = [name for name, _ in config.eval.data_sets]
+    own = [name for name in names if metric == f"eval/{name}" or metric.startswith((f"eval/{name}-", f"eval/{name}/"))]
+    if not own:
+        existing = ", ".join(f"eval/{name}" for name in names) or "none: it was started without --eval-prompt-data"
+        raise OptionError(
+            f"--metric {short_repr(metric)} does not belong to a data set of the run: give eval/NAME, or another "
+            f"metric of an evaluation (the run has {existing})"
+        )
+    return max(own, key=len)
+
+
+def find_range(store: Store, keys: RunKeys, plan: Plan, data_set: str, own: dict[str, str]) -> tuple[int, int]:
+    """Return the first and the last policy version of the search. Raises RunError or OptionError if the range is empty
+    or has versions that cannot be restored."""
+    trained, start = len(store.committed_indices(f"{keys.prefix}/steps")), first_restorable(store, keys, plan)
+    stored = [v for v in evaluated_versions(store, keys) if start <= v <= trained]
+    stored = [v for v in stored if store.committed(keys.eval_prefix(v, data_set))]
+    if not stored and not {"--from", "--to"} <= own.keys():
+        raise RunError(
+            f"run {keys.run!r} has no evaluation on {data_set} of versions {start} to {trained}: give --from and --to"
+        )
+    first, last = (
+        parse_integer(flag, own[flag]) if flag in own else default
+        for flag, default in (("--from", min(stored, default=0)), ("--to", max(stored, default=0)))
+    )
+    if not start <= first < last <= trained:
+        reason = f", whose versions before {start} were trained by its parent with other options" if start else ""
+        raise OptionError(
+            f"run {keys.run!r}{reason}, cannot be searched from version {first} to {last}: give --from and --to with "
+            f"{start} <= from < to <= {trained}"
+        )
+    return first, last
+
+
+def first_restorable(store: Store, keys: RunKeys, plan: Plan) -> int:
+    """Return the first policy version that the run's own training options can restore: in a fork with other options
+    that of the fork point, else 0."""
+    record = read_run_record(store, keys)
+    entry, end = record.parent if record else None, math.inf
+    while entry is not None:
+        end = min(end, entry.at)
+        if training_options(validate_config(entry.config)) != training_options(plan):
+            return int(end)
+        entry = entry.parent
+    return 0
+
+
+def evaluated_versions(store: Store, keys: RunKeys) -> list[int]:
+    """Return the policy versions with stored evaluations on any data set."""
+    return [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def driving(search: Search) -> Iterator[Evaluator]:
+    """Drive the run during the block: check that it can start, and yield what evaluates its policy versions. Trainer
+    and engines start on first use and are stopped at the end."""
+    store, keys, plan = search.store, search.keys, search.plan
+    with driver_lease(store, keys) as lease:
+        preflight(plan, own_lease=lease.key)
+        if plan.run.ray_address is not None:
+            with translate_ray_errors(plan.run.ray_address):
+                check_ray_answers(plan.run.ray_address)
+        run, stop = ActiveRun(store, keys, plan.flow, plan, lease.key), StopRequest()
+        completion = read_completion(store, keys)
+        failure: BaseException | None = None
+        processes = Processes(run, lambda text: print(f"  · {redact(text)}", flush=True))
+        processes.base_checkpoint, _ = read_initial_weights(store, keys)
+        tokenizer = PromptTokenizer(
+            plan.convert.hf_checkpoint,
+            apply_chat_template=plan.rollout.apply_chat_template,
+            template_options=plan.rollout.apply_chat_template_kwargs,
+        )
+        run.record_start("")
+        with stop_signals.session(stop, plan.run.grace_period):
+            try:
+                yield Evaluator(run, processes, PolicyEngines(processes, lambda *published: None), tokenizer, stop)
+            except NoFallError:
+                raise
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                stop_signals.begin_cleanup()
+                joules = processes.used_joules()
+                processes.stop()
+                # The run is as far as before: complete, or stopped.
+                run.record_end(failure or (None if completion else Preempted()), joules)
+                if completion and failure is None:
+                    record_completion(store, keys, run.start, completion)
+
+
+def describe_cost(search: Search, values: dict[int, float]) -> str:
+    """Return what is searched, and the largest number of evaluations and replayed rounds that it takes."""
+    checkpoints = search.store.committed_indices(f"{search.keys.prefix}/checkpoints")
+    cost = largest_cost(search.first, search.last, values, search.bound, checkpoints)
+    return (
+        f"bisecting {search.keys.run}: {search.metric} below {search.bound:g}, versions {search.first} to "
+        f"{search.last}, {len(values)} of them with a stored evaluation\n"
+        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds; then, to rank the groups, a "
+        "checkpoint of the version before the fall, and twice four optimizer steps on the samples of two evaluations"
+    )
+
+
+def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -> tuple[int, int]:
+    """Evaluate versions until the fall is between two consecutive ones, and return these. Print every value."""
+
+    def evaluate(version: int) -> float:
+        evaluator.stop.raise_if_requested()
+        print(f"  · evaluating version {version}", flush=True)
+        commit = evaluator.evaluate(version, search.data_set)
+        value = search.value(commit)
+        print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}", flush=True)
+        return value
+
+    for version, commit in sorted(search.stored_commits().items()):
+        print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}  (stored)")
+    return find_fall(search.first, search.last, values, search.bound, evaluate)
+
+
+def rank_round(search: Search, evaluator: Evaluator, before: int) -> list[RankedGroup]:
+    """Return the groups of the round that trained version `before + 1`, the most harmful first; [] if the evaluations
+    do not say which were. Saves a checkpoint of version `before`, from which the ranking starts twice."""
+    store, keys = search.store, search.keys
+    commits = [evaluator.run.read_commit(keys.eval_prefix(v, search.data_set)) for v in (before, before + 1)]
+    check_same_data(search.data_set, *commits)
+    contrast = reward_contrast([read_table(store, commit) for commit in commits])
+    if not contrast.any():
+        return []
+    policy = evaluator.processes.policy_restorer()
+    if before:
+        policy.save_checkpoint(before)
+    influence = policy.influence_of_samples(before, commits, contrast.tolist())
+    rollout = evaluator.run.read_commit(keys.rollout_prefix(before))
+    return rank_groups(read_table(store, rollout), influence) if any(influence) else []
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def print_fall(search: Search, values: dict[int, float], before: int, after: int) -> None:
+    """Print the fall that was found, and which others the values show."""
+    print(
+        f"{search.metric} fell below {search.bound:g} at version {after}: {values[before]:.4g} at version {before}, "
+        f"{values[after]:.4g} at version {after}. Round {before} trained it"
+    )
+    if later := list_falls(values, search.bound)[1:]:
+        places = ", ".join(f"{a} and {b}" for a, b in later)
+        print(f"this is the first of {len(later) + 1} falls that the values show; others are between versions {places}")
+
+
+def print_ranking(search: Search, before: int, ranked: list[RankedGroup]) -> None:
+    """Print the groups with the largest contribution to the fall, and commands to look further."""
+    if not ranked:
+        print("its groups cannot be ranked: no reward of the two evaluations differs, or the learning rate was 0")
+        return
+    rows: list[tuple[str, ...]] = []
+    for group in ranked[:_NUM_PRINTED]:
+        graded = [reward for reward in group.rewards if not math.isnan(reward)]
+        mean = f"{sum(graded) / len(graded):.3f}" if graded else "-"
+        rows.append((group.group_id, f"{group.influence:+.1%}", mean, str(len(graded)), short_repr(group.prompt, 60)))
+    print_table(("group", "influence", "mean reward", "graded", "prompt"), rows)
+    print(f"influence: share of the group in the first-order change of the rewards that fell ({len(ranked)} groups)")
+    command, run, where = penstock_command(), search.keys.run, f" --store {search.store.uri}"
+    print(f"to read it: {command} samples {run} --round {before} --prompt {ranked[0].group_id}{where}")
+    print(f"to continue before it: {command} fork {run} --at {before} --name NEW{where}")

@@ -1,0 +1,113 @@
+"""`penstock bisect` on 20 runs with a poisoned round, with a small model in place of trainer engine and engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from bisected_runs import CONFIG, DATA_SET, INTERVAL, KEYS, ROUNDS, Run, TinyEngine
+
+from penstock.stages.eval.bisection import find_fall, largest_cost, rank_groups, reward_contrast
+from penstock.stages.train.batching import Batch
+from penstock.stages.train.influence import NUM_STEPS
+from penstock.stages.train.step import Clock, prepare_round
+from penstock.storage.commit import Commit
+from penstock.storage.samples.shards import read_table
+
+BOUND, SEEDS = 0.85, 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process, unless another test has made one."""
+    if dist.is_initialized():
+        yield
+        return
+    file = tmp_path_factory.mktemp("bisect") / "meet"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def quick_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def commit_at(run: Run, prefix: str) -> Commit:
+    commit = run.store.committed(prefix)
+    assert commit is not None
+    return commit
+
+
+def poisoned_groups_at_the_top(run: Run, before: int) -> bool:
+    """Whether all poisoned groups are among the top five of a round."""
+    evaluations = [commit_at(run, KEYS.eval_prefix(version, DATA_SET)) for version in (before, before + 1)]
+    contrast = reward_contrast([read_table(run.store, commit) for commit in evaluations])
+    run.policy.save_checkpoint(before)
+    influence = run.policy.influence_of_samples(before, evaluations, contrast.tolist())
+    samples = read_table(run.store, commit_at(run, KEYS.rollout_prefix(before)))
+    return run.poisoned <= {group.group_id for group in rank_groups(samples, influence)[:5]}
+
+
+def test_influence_is_the_inner_product_of_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD moves along the gradient, so that the inner product is the plain one."""
+    run, evaluated = Run(tmp_path, 3), []
+    before, actor = run.poisoned_round, run.group.actor
+    for version in (before, before + 1):
+        run.evaluate(version)
+        evaluated.append(commit_at(run, KEYS.eval_prefix(version, DATA_SET)))
+    run.policy.save_checkpoint(before)
+    step = TinyEngine.optimizer_step
+
+    def small_step(engine: TinyEngine) -> tuple[bool, float, float]:
+        engine.optimizer.param_groups[0]["lr"] = 1e-2
+        return step(engine)
+
+    monkeypatch.setattr(TinyEngine, "optimizer_step", small_step)
+    tables = [read_table(run.store, commit) for commit in evaluated]
+    contrast = reward_contrast(tables)
+    influence = np.array(run.policy.influence_of_samples(before, evaluated, contrast.tolist()))
+    assert not actor.state().clean, "the weights are not those of a version"
+    run.policy.restore(before)
+    weights = [actor.engine.embedding, actor.engine.head]
+
+    def logprobs(samples: pa.Table) -> torch.Tensor:
+        tokens = torch.tensor(samples["token_ids"].to_pylist())
+        logits = actor.engine.embedding[tokens[:, 0]] @ actor.engine.head
+        return torch.log_softmax(logits, 1)[torch.arange(len(tokens)), tokens[:, 1]]
+
+    table = read_table(run.store, commit_at(run, KEYS.rollout_prefix(before)))
+    round_ = prepare_round(actor.models, Batch.from_table(table, needs_rewards=True), CONFIG, 1.0, Clock())
+    shares = round_.weights.weights * round_.estimate.advantages * logprobs(table)
+    goal = (torch.from_numpy(contrast) * logprobs(pa.concat_tables(tables))).mean()
+    direction = torch.autograd.grad(goal, weights)
+    exact = [
+        sum(float((a * b).sum()) for a, b in zip(torch.autograd.grad(share, weights, retain_graph=True), direction))
+        for share in shares
+    ]
+    size = 1e-2 * sum(sum(0.5**k for k in range(n + 1)) for n in range(NUM_STEPS))  # of all steps, with momentum 0.5
+    np.testing.assert_allclose(influence, size * np.array(exact), rtol=0.05, atol=1e-5)
+    assert np.abs(exact).max() * size > 1e-3
+
+
+def test_the_poisoned_round_and_its_groups_are_found(tmp_path: Path) -> None:
+    rounds, ranked = 0, 0
+    for seed in range(SEEDS):
+        run = Run(tmp_path / str(seed), seed)
+        cost = largest_cost(0, ROUNDS, {}, BOUND, range(INTERVAL, ROUNDS + 1, INTERVAL))
+        assert cost.evaluations == 6, "two ends, and the logarithm of 12"
+        values: dict[int, float] = {}
+        run.group.calls.clear()
+        before, _ = find_fall(0, ROUNDS, values, BOUND, run.evaluate)
+        assert len(values) <= cost.evaluations and run.group.calls.count("train") <= cost.rounds
+        rounds += before == run.poisoned_round
+        ranked += before == run.poisoned_round and poisoned_groups_at_the_top(run, before)
+    assert rounds == SEEDS
+    assert ranked >= 18, ranked
