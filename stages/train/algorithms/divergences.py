@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,11 +70,6 @@ class TeacherTopK:
         total = logprobs.double().logsumexp(-1, keepdim=True).clamp(max=-SMALLEST_TAIL)
         return cls(ids, torch.cat([logprobs.double(), torch.expm1(total).neg().log()], -1).to(logprobs.dtype))
 
-    def replaced(self, rows: Tensor, other: TeacherTopK) -> TeacherTopK:
-        """Return the distributions of `other` in some rows [n] (bool), and these in all others."""
-        mask = rows[:, None]
-        return TeacherTopK(torch.where(mask, other.ids, self.ids), torch.where(mask, other.logprobs, self.logprobs))
-
     def outcomes(self, rows: Tensor, like: Tensor, temperature: float, group: Any) -> tuple[Tensor | None, Tensor]:
         """Return the ids [t, k] and the log-probs [t, k + 1] of the outcomes, on the device of `like`."""
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -90,10 +85,6 @@ class TeacherHidden:
     heads: Sequence[OutputHead]  # of each teacher
     teacher: Tensor  # [n] int64, which teacher a position has
 
-    def replaced(self, rows: Tensor, other: TeacherHidden) -> TeacherHidden:
-        """Return the hidden states of `other` in some rows [n] (bool), and these in all others."""
-        return TeacherHidden(torch.where(rows[:, None], other.hidden, self.hidden), self.heads, self.teacher)
-
     def outcomes(self, rows: Tensor, like: Tensor, temperature: float, group: Any) -> tuple[Tensor | None, Tensor]:
         """Return None, and the log-probs [t, V / group size] of this rank's slice of the vocabulary."""
         hidden, teacher = self.hidden[rows.cpu()].to(like.device), self.teacher[rows.cpu()].to(like.device)
@@ -106,6 +97,13 @@ class TeacherHidden:
 
 
 Teacher = TeacherTopK | TeacherHidden
+
+
+def replace_rows(before: Teacher | None, new: Teacher, rows: Tensor) -> Teacher:
+    """Return `before` with the distributions of `new` in some rows [n] (bool); `new` without `before`."""
+    names = ("hidden",) if isinstance(new, TeacherHidden) else ("ids", "logprobs")
+    parts = {name: torch.where(rows[:, None], getattr(new, name), getattr(before or new, name)) for name in names}
+    return replace(new, **parts)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
