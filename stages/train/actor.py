@@ -216,6 +216,7 @@ class TrainActor:
 
         machine = ray.get_runtime_context().get_node_id()
         with self._changing_weights_to(version):
+            self.models.average = None
             for name, model in auxiliary.items():
                 if name != "adapter":
                     with open_commit_files(self.store, model, machine) as directory:
@@ -233,11 +234,15 @@ class TrainActor:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)
                 assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
+            if not (config.opd and config.opd.opd_self_ema):
+                self.models.average = None  # of a parent that this run was forked from
+            elif self.models.average is None:
+                self.models.average = self.models.policy.average_weights(None, config.opd.opd_self_ema)
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
         what is stored of every trained token (`token_columns`) under the store's key `attempt`, if it is given."""
-        from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
+        from penstock.stages.train.batching import Batch, EngineChoices, add_teacher_data, spread
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import encode_runs, read_table, write_trained_tokens
 
@@ -252,8 +257,7 @@ class TrainActor:
         )
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
-        if config.reads_teacher_logprobs:
-            batch = replace(batch, teacher_logprobs=read_teacher_logprobs(table, batch))
+        batch = add_teacher_data(batch, table, config)
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
         trace = partial(self.diagnostics.traced, rollout_id=version)
@@ -269,6 +273,8 @@ class TrainActor:
             )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
+            if config.opd and config.opd.opd_self_ema:
+                self.models.average = self.models.policy.average_weights(self.models.average, config.opd.opd_self_ema)
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
