@@ -50,7 +50,7 @@ _RUN, _VERSION = ("run", pa.string()), ("policy_version", pa.int64())
 _SHARDS = {  # table -> schema of the shards from which it is read
     "samples": pa.schema([_RUN, _VERSION, *SCHEMA, *TEACHER_COLUMNS]),
     "_buffered": pa.schema([_RUN, _VERSION, *SCHEMA, *TEACHER_COLUMNS]),
-    "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA]),
+    "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA, *TEACHER_COLUMNS]),
     "trained_tokens": pa.schema([_RUN, ("rollout_id", pa.int64()), *TOKENS_SCHEMA]),
 }
 _STEP_METRICS = {  # column of `steps` -> metric of the commit
