@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import astuple, dataclass, field
 from operator import add, sub
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,6 +133,14 @@ class WeightTransport:
 OVER_MEMORY = WeightTransport()
 
 
+class Scores(NamedTuple):
+    """What a model says about L given tokens."""
+
+    logprobs: list[float]  # [L]
+    top_ids: list[int]  # [L * k] for each position the k most probable tokens, most probable first
+    top_logprobs: list[float]  # [L * k]
+
+
 class EngineClient(AbstractAsyncContextManager["EngineClient"]):
     """Client of the engines of one run, which all serve the same policy version.
 
@@ -190,10 +198,10 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
             RuntimeError: routed experts were requested, but the engine did not return them.
         """
 
-    async def score(self, input_ids: list[int]) -> list[float]:  # [L]
-        """Return the log-prob of each token given the tokens before it, at temperature 1; 0.0 for the first token.
-        Needs Capability.SCORES. Raises the errors of `generate_each`, and RuntimeError if the answer has no log-probs
-        of these tokens."""
+    async def score(self, input_ids: list[int], top_k: int = 0) -> Scores:
+        """Return the log-prob of each of L tokens given the tokens before it, at temperature 1, and the `top_k` most
+        probable tokens at its position; 0 for the first token. Needs Capability.SCORES. Raises the errors of
+        `generate_each`, and RuntimeError if the answer has no log-probs of these tokens."""
         raise NotImplementedError
 
     @abstractmethod

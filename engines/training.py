@@ -214,6 +214,17 @@ class TrainEngine(ABC):
         forward passes are allowed. The values are swapped: inside the context the snapshot holds the model's own
         weights."""
 
+    def copy_head(self) -> OutputHead:
+        """Return the LM head with a copy of the weights that the model uses now. Only on the last pipeline stage, and
+        not collective."""
+        raise NotImplementedError
+
+    def average_weights(self, average: list[Any] | None, rate: float) -> list[Any]:
+        """Move a moving average of the weights by the share `rate` towards the model's weights, and return it; None:
+        begin it with these weights. It consists of two snapshots whose sum is the average: the average in the dtype of
+        the weights, and what this rounding leaves, without which small steps would vanish in bf16. Not collective."""
+        raise NotImplementedError
+
     @abstractmethod
     def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
         """Save model, optimizer, learning-rate scheduler and RNG states as a checkpoint. Return the hashes (xxh3-128)

@@ -220,15 +220,41 @@ class PostTrainConfig(StageConfig):
         """Yield those of `rules` about the teacher of --opd-type engine."""
         rollout, train = self.rollout, self.train
         yield (
-            rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
-            "--opd-teacher-url has no effect without --opd-type engine: add --opd-type engine, or omit "
-            "--opd-teacher-url",
+            (rollout.opd_teacher_url or rollout.opd_teacher_urls) and not train.reads_teacher_logprobs,
+            "--opd-teacher-url has no effect without --opd-type engine, and neither has --opd-teacher-urls: add "
+            "--opd-type engine, or omit it",
         )
         yield (
-            train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None),
+            train.reads_teacher_logprobs
+            and sum(map(bool, (rollout.opd_teacher_url, rollout.opd_teacher_urls, train.served_teacher))) != 1,
             "--opd-type engine needs either --opd-teacher-load, a model for which the run starts an engine, or "
-            "--opd-teacher-url, the address of a server: give one of them",
+            "--opd-teacher-url, the address of a server, or --opd-teacher-urls: give one of them",
         )
+        several = rollout.opd_teacher_urls or (train.opd and train.opd.opd_teacher_loads)
+        yield (
+            bool(several) != bool(rollout.opd_teacher_key),
+            "several teachers (--opd-teacher-loads or --opd-teacher-urls) and --opd-teacher-key, the column with the "
+            "name of each prompt's teacher, need each other: give both or neither",
+        )
+        yield (
+            train.distills_itself != bool(rollout.opd_hint_key),
+            "--opd-type self and --opd-hint-key, the column with the hint that only the teacher sees, need each other: "
+            "give both or neither",
+        )
+        stores_more = train.distills_itself or train.stored_top_k
+        for flag, is_given in (
+            ("--custom-generate-function-path", train.distills_itself and rollout.custom_generate_function_path),
+            ("--rollout-function-path", stores_more and rollout.rollout_function_path),
+            (
+                "--custom-convert-samples-to-train-data-path",
+                stores_more and rollout.custom_convert_samples_to_train_data_path,
+            ),
+        ):
+            yield (
+                is_given,
+                f"{flag} may change the tokens for which the samples store what the teacher sees or says: omit it, or "
+                "use a teacher in the trainer (--opd-type megatron)",
+            )
         yield (
             train.reads_teacher_logprobs and rollout.rollout_temperature != 1,
             f"--opd-type engine returns log-probs at temperature 1, but --rollout-temperature is "

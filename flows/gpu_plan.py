@@ -70,7 +70,9 @@ def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_
             log_probs_chunk_size=train.log_probs_chunk_size,
             fp32_head=train.fp32_lm_head,
             critic=train.uses_critic,
-            num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.loads_teacher,
+            num_frozen=(train.uses_reference and not (train.lora and not train.ref_load))
+            + len(train.teacher_names) * train.loads_teacher
+            + 2 * bool(train.opd and train.opd.opd_self_ema),
             lora=train.lora,
             freeze_vision=train.freeze_vision,
             megatron=train.megatron.model_dump(),

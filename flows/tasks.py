@@ -169,6 +169,7 @@ def generation_context(
         on_progress=on_progress,
         connect=session.processes.setup.connect_for_training,
         read_counters=session.processes.engine_counters,
+        teacher_top_k=session.config.train.stored_top_k,
         serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
     )
 

@@ -249,7 +249,7 @@ def has_matching_digest(commit_json: bytes) -> bool:
 
 JOURNAL = ".journal"  # suffix of the store prefix of a round's journal
 ADAPTERS = "lora"  # key of the adapters' options in the `state` of a checkpoint that contains only LoRA adapters
-ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of the models that a run starts with
+ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of models that a run starts with (see `origin_roles`)
 
 
 class RunKeys:

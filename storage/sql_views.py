@@ -26,7 +26,7 @@ from penstock.storage.errors import OptionError, PenstockError, RunError
 from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
-from penstock.storage.samples.sample import SCHEMA
+from penstock.storage.samples.sample import SCHEMA, TEACHER_COLUMNS
 from penstock.storage.samples.shards import REGRADED_SCHEMA, TOKENS_SCHEMA
 from penstock.storage.store import Store, committed_prefixes
 
@@ -49,9 +49,9 @@ VIEWS = {  # name -> content, in the order in which `penstock query` lists them
 
 _RUN, _VERSION = ("run", pa.string()), ("policy_version", pa.int64())
 _SHARDS = {  # table -> schema of the shards from which it is read
-    "samples": pa.schema([_RUN, _VERSION, *SCHEMA]),
-    "_buffered": pa.schema([_RUN, _VERSION, *SCHEMA]),
-    "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA]),
+    "samples": pa.schema([_RUN, _VERSION, *SCHEMA, *TEACHER_COLUMNS]),
+    "_buffered": pa.schema([_RUN, _VERSION, *SCHEMA, *TEACHER_COLUMNS]),
+    "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA, *TEACHER_COLUMNS]),
     "trained_tokens": pa.schema([_RUN, ("rollout_id", pa.int64()), *TOKENS_SCHEMA]),
     "regraded_samples": pa.schema([_RUN, ("rollout_id", pa.int64()), ("grading", pa.string()), *REGRADED_SCHEMA]),
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.storage import disk, leases, objects
-from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, encode_commit
+from penstock.storage.commit import ORIGINS, Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.failpoints import failpoint
 from penstock.storage.file_store import NUM_REQUESTS, FileStore
 
@@ -147,6 +147,12 @@ class Store(FileStore):
             return {index for index, key in keys.items() if Path(self.path(key)).exists()}
         records = disk.map_in_threads(self.read, keys.values(), NUM_REQUESTS)
         return {index for index, record in zip(keys, records, strict=True) if record is not None}
+
+
+def origin_roles(store: Store, keys: RunKeys) -> list[str]:
+    """Return the roles of the models that a run may have started with: ORIGINS, and `teacher.NAME` of several."""
+    names = (name.removesuffix(".json") for name in store.list(keys.prefix) if name.endswith(".json"))
+    return [*ORIGINS, *sorted(name for name in names if name.startswith("teacher."))]
 
 
 def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:

@@ -51,6 +51,7 @@ from penstock.engines.training import (
     GatheredWeights,
     LossFunction,
     MemorySwitch,
+    OutputHead,
     Routing,
     StateKind,
     TrainEngine,
@@ -225,6 +226,13 @@ class MegatronEngine(TrainEngine):
 
     def snapshot_weights(self) -> weights.Snapshot:
         return weights.copy_weights_to_host(self._synced_chunks("weights"))
+
+    def copy_head(self) -> OutputHead:
+        chunk = self._synced_chunks("weights")[-1]
+        return partial(chunk.logits, weight=chunk.head_weight.detach().clone())
+
+    def average_weights(self, average: list[weights.Snapshot] | None, rate: float) -> list[weights.Snapshot]:
+        return weights.move_average(self._synced_chunks("weights"), average, rate)
 
     @contextmanager
     def using_weights(self, snapshot: weights.Snapshot | None) -> Iterator[None]:

@@ -260,6 +260,21 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
         torch.cuda.synchronize()  # waits once for all copies
 
 
+@torch.no_grad()
+def move_average(chunks: list[PolicyModel], average: list[Snapshot] | None, rate: float) -> list[Snapshot]:
+    """Move the average (a snapshot, and a second one that is added to it) by the share `rate` towards this rank's
+    weights, in place, and return it. None: begin it with these weights."""
+    if average is None:
+        rounded = copy_weights_to_host(chunks)
+        return [rounded, [torch.zeros_like(tensor) for tensor in rounded]]
+    for tensor, rounded, rest in zip(_snapshot_tensors(chunks), *average, strict=True):
+        mean = rounded.float() + rest.float()
+        mean += rate * (tensor.cpu().float() - mean)
+        rounded.copy_(mean)
+        rest.copy_(mean - rounded.float())
+    return average
+
+
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
     """Return this rank's weights (parameters and correction biases) in the order of the copies in a `Snapshot`."""
     tensors: list[Tensor] = []

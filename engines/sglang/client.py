@@ -24,6 +24,7 @@ from penstock.engines.generation import (
     EngineRefused,
     EngineUrls,
     Generation,
+    Scores,
     TokenCounts,
     WeightTransport,
 )
@@ -123,14 +124,15 @@ class SGLangClient(EngineClient):
         generations = await self._request_with_retries(body, session, parse)
         return [Generation([], [], "abort", []) for _ in prompts] if generations is None else generations
 
-    async def score(self, input_ids: list[int]) -> list[float]:
+    async def score(self, input_ids: list[int], top_k: int = 0) -> Scores:
         body = {
             "input_ids": [input_ids],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **({"top_logprobs_num": top_k} if top_k else {}),
         }
-        scores = await self._request_with_retries(body, None, lambda answer, ids, _: parse_scores(answer, ids))
+        scores = await self._request_with_retries(body, None, lambda answer, ids, _: parse_scores(answer, ids, top_k))
         assert scores, "this client was aborted"
         return scores[0]
 
@@ -348,8 +350,8 @@ def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
         return list(pool.map(call, urls))
 
 
-def parse_scores(answer: dict[str, Any], input_ids: list[int]) -> list[float]:  # [L]
-    """Parse the log-probs of the prompt in a response of SGLang's /generate route; 0.0 for the first token."""
+def parse_scores(answer: dict[str, Any], input_ids: list[int], top_k: int = 0) -> Scores:
+    """Parse the log-probs of the prompt in a response of SGLang's /generate route; 0 for the first token."""
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]
@@ -357,7 +359,15 @@ def parse_scores(answer: dict[str, Any], input_ids: list[int]) -> list[float]:  
         last = max(input_ids)
         if len(scored) != len(input_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, input_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")
-        return [0.0, *(float(entry[0]) for entry in entries[1:])]
+        logprobs = [0.0, *(float(entry[0]) for entry in entries[1:])]
+        tops = answer["meta_info"]["input_top_logprobs"] if top_k else []
+        if top_k and [len(top or ()) for top in tops[1:]] != [top_k] * (len(input_ids) - 1):
+            raise ValueError(f"not the {top_k} most probable tokens at each position")
+        pairs = [pair for top in tops[1:] for pair in sorted(top, key=lambda entry: -entry[0])]
+        nothing = [0] * top_k  # for the first token
+        return Scores(
+            logprobs, nothing + [int(pair[1]) for pair in pairs], [0.0] * top_k + [float(pair[0]) for pair in pairs]
+        )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(
             f"the server answered without the log-probs of the {len(input_ids)} given tokens ({type(error).__name__}: "

@@ -67,7 +67,10 @@ penstock fork RUN --reuse-rollouts --name NEW [--at N] [training options to chan
   N but not trained are generated again."""
 
 _LAST_SHARED = {"rollouts": -1, "steps": -1, "regrades": -1, "checkpoints": 0, "evals": 0}  # last shared index - N
-_DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")
+_DATA_ORDER = (
+    *("input_key", "label_key", "metadata_key", "opd_teacher_key", "opd_hint_key"),
+    *("rollout_shuffle", "rollout_seed"),
+)
 _NUM_COPIES = 16  # commit records copied in parallel
 _NO_ENGINES: dict[str, Any] = {  # options of a run that trains on stored rollouts only
     "debug_train_only": True,
@@ -244,11 +247,13 @@ def check_reuse(parent: PostTrainConfig, config: Plan, *, available: int, at_rou
             f"{what} cannot change with --reuse-rollouts, because the stored samples were made with the old value: "
             "keep it, or fork without --reuse-rollouts, which generates new samples"
         )
-    for flag, needs, has in (
-        ("--use-rollout-routing-replay", *(each.train.use_rollout_routing_replay for each in (config, parent))),
-        ("--opd-type engine", *(each.train.reads_teacher_logprobs for each in (config, parent))),
-    ):
-        if needs and not has:
+    runs = config.train, parent.train
+    for flag, (needs, has) in {
+        "--use-rollout-routing-replay": [int(train.use_rollout_routing_replay) for train in runs],
+        "--opd-type engine": [int(train.reads_teacher_logprobs) for train in runs],
+        f"--opd-top-k {config.train.stored_top_k}": [train.stored_top_k for train in runs],
+    }.items():
+        if needs > has:
             raise OptionError(
                 f"{flag} needs data that are stored when samples are generated, but {parent.run.run} was started "
                 f"without it: omit {flag}"
@@ -303,7 +308,8 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options on which the groups in the buffer of a rollout depend: name -> value. These options determine
     the samples, responses and rewards of a group, and other data of it that the trainer reads."""
     options = options_by_mutability(config, "identity")
-    train = {f"train.{name}" for name in ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_teacher_load")}
+    names = ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_top_k", "opd.opd_teacher_load")
+    train = {f"train.{name}" for name in names}
     return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
 
 

@@ -211,8 +211,10 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.data_sets]
-    teacher = config.train.opd and config.train.opd.opd_teacher_load
-    paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", teacher or "")]
+    paths += [("--ref-load", config.train.ref_load or "")]
+    if opd := config.train.opd:
+        paths += [("--opd-teacher-load", opd.opd_teacher_load or "")]
+        paths += [("--opd-teacher-loads", path) for path in opd.opd_teacher_loads.values()]
     engine, of_engine = config.rollout.engine, config.rollout.engine_options
     of_paths = engine_backend(engine).path_flags
     paths += [(engine_flag(engine, name), str(of_engine[name])) for name in of_paths if name in of_engine]

@@ -30,6 +30,8 @@ def check_addresses(config: PostTrainConfig) -> None:
     check_url("--wandb-host", run.wandb_host, HTTP)
     check_url("--rm-url", rollout.rm_url, HTTP)
     check_url("--opd-teacher-url", rollout.opd_teacher_url, HTTP)
+    for name, url in rollout.opd_teacher_urls.items():
+        check_url(f"--opd-teacher-urls {name}", url, HTTP)
     check_ray_address("--ray-address", run.ray_address)
     if run.ray_address == "auto":
         check_ray_address("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))

@@ -17,14 +17,14 @@ from penstock.stages.plugins import DEFAULT_NAMES, with_function_name
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 
-FILES = {  # section -> options that name a file or a directory, or a list of them
+FILES = {  # section -> options that name a file or a directory, or a list or table of them
     section: names.split()
     for section, names in {
         "run": "store save_hf update_weight_disk_dir tb_dir wandb_dir",
         "convert": "hf_checkpoint load convert_save",
         "rollout": "prompt_data data_cache rm_model_path",
         "train": "ref_load",
-        "train.opd": "opd_teacher_load",
+        "train.opd": "opd_teacher_load opd_teacher_loads",
         "train.lora": "lora_load",
         "debug": "save_debug_rollout_data load_debug_rollout_data save_debug_train_data dump_details profile_dir "
         "memory_snapshot_dir ci_save_grad_norm ci_load_grad_norm",
@@ -74,6 +74,8 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
     def change_file_path(value: Any) -> Any:
         if isinstance(value, list):
             return [change_file_path(path) for path in value]
+        if isinstance(value, dict):
+            return {name: change_file_path(path) for name, path in value.items()}
         return change(value) if value and "://" not in value and not value.startswith(("~", CHAMPION)) else value
 
     def change_function_path(value: str | None) -> str | None:

@@ -63,8 +63,17 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
 from penstock.storage.config import entries_of
-from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
+from penstock.storage.errors import (
+    DataError,
+    EngineError,
+    LayoutError,
+    ModelError,
+    OptionError,
+    RewardError,
+    StoreError,
+)
 from penstock.storage.maintenance.deletion import is_removed
+from penstock.storage.samples.sample import TEACHER
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.tracking.trackers import check_trackers
 
@@ -502,6 +511,7 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     if train.lora is not None:
         check_lora(train, train.lora, shape)
     check_teacher(config)
+    check_teacher_names(config)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:
@@ -557,6 +567,17 @@ def check_teacher(config: PostTrainConfig) -> None:
     )
     check_vocabulary(tokenizer, teacher.vocab_size, path)
     check_same_tokens(policy, tokenizer, path)
+
+
+def check_teacher_names(config: PostTrainConfig) -> None:
+    """Check that the first rows of each entry of --prompt-data name only teachers that the run has."""
+    names = set(config.rollout.opd_teacher_urls or (config.train.teacher_names if config.train.opd else ()))
+    for row in read_first_rows(config.rollout) if config.rollout.opd_teacher_key else ():
+        if row.metadata[TEACHER] not in names:
+            raise DataError(
+                f"{row.where} names the teacher {row.metadata[TEACHER]!r} (--opd-teacher-key), but the run has "
+                f"{', '.join(sorted(names))}: correct the row, --opd-teacher-loads or --opd-teacher-urls"
+            )
 
 
 def fp8_warning(config: PostTrainConfig) -> Iterator[str]:

@@ -182,6 +182,7 @@ class EvalConfig(StageConfig):
         """
         settings = self.data_set_settings(name)
         overrides: dict[str, Any] = {"group_rm": False, "prompt_data": [path], "rollout_shuffle": False}
+        overrides |= {"opd_teacher_key": None, "opd_hint_key": None}
         if "rm_type" in settings:
             overrides["custom_rm_path"] = None
         return overrides | {ROLLOUT_FIELDS[key]: value for key, value in settings.items() if key in ROLLOUT_FIELDS}

@@ -184,8 +184,11 @@ class GradingProcess:
         futures: list[Future[Outcome]] = [Future() for _ in samples]
         for future in futures:
             future.set_running_or_notify_cancel()  # so a caller cannot cancel it: the job also grades other samples
-        # Do not send routed_experts and teacher_logprobs: they are large, and rewards do not read them.
-        samples = [replace(sample, routed_experts=None, teacher_logprobs=None) for sample in samples]
+        # Do not send these fields: they are large, and rewards do not read them.
+        unread: dict[str, Any] = dict.fromkeys(
+            ("routed_experts", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+        )
+        samples = [replace(sample, **unread) for sample in samples]
 
         def set_outcomes(job: Future[list[Outcome]]) -> None:
             error = job.exception()

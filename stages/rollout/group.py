@@ -15,13 +15,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from penstock.engines.backends import engine_backend
-from penstock.engines.generation import EngineClient, Generation, TokenCounts
+from penstock.engines.generation import EngineClient, Generation, Scores, TokenCounts
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
@@ -31,7 +33,7 @@ from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, cop
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, PluginError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.sample import TEACHER, Sample, Status
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact
 
@@ -423,11 +425,12 @@ def make_grader(config: RolloutConfig) -> Grader:
 
 @dataclass(eq=False)
 class Teacher:
-    """Adds the log-probs of a teacher model, which a server computes, to samples. Must be created in the event loop
-    that calls `score`."""
+    """Adds the log-probs of one or several teacher models, which servers compute, to samples. Must be created in the
+    event loop that calls `score`."""
 
-    client: EngineClient
-    name: str  # name of the server in messages
+    clients: dict[str, EngineClient]  # name of the teacher -> client of its server; "" if there is only one
+    name: str  # name of the servers in messages
+    top_k: int = 0  # number of the most probable tokens at each position that the samples store
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TEACHER_CONCURRENCY))
 
     async def score(self, samples: Sequence[Sample]) -> None:
@@ -437,15 +440,26 @@ class Teacher:
             for sample in samples
             if sample.teacher_logprobs is None and sample.status is not Status.FAILED and any(sample.loss_mask)
         ]
-        for sample, logprobs in zip(unscored, await asyncio.gather(*(self._score(s.token_ids) for s in unscored))):
+        for sample, scores in zip(unscored, await asyncio.gather(*map(self._score, unscored))):
+            mask = np.array(sample.loss_mask, np.int32)
             sample.teacher_logprobs = [
-                value if is_trained else 0.0 for value, is_trained in zip(logprobs, sample.loss_mask)
+                value if is_trained else 0.0 for value, is_trained in zip(scores.logprobs, sample.loss_mask)
             ]
+            if self.top_k:
+                mask = mask.repeat(self.top_k)
+                sample.teacher_top_ids = np.array(scores.top_ids, np.int32) * mask
+                sample.teacher_top_logprobs = np.array(scores.top_logprobs, np.float32) * mask
 
-    async def _score(self, token_ids: list[int]) -> list[float]:  # [L]
+    async def _score(self, sample: Sample) -> Scores:
+        client = self.clients.get("" if "" in self.clients else sample.metadata.get(TEACHER, ""))
+        if client is None:
+            raise DataError(
+                f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-urls "
+                f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key"
+            )
         try:
             async with self.slots:
-                return await self.client.score(token_ids)
+                return await client.score(sample.token_ids, self.top_k)
         except (ValueError, OSError, RuntimeError) as error:  # EngineError, ConnectionError and TimeoutError
             raise RuntimeError(
                 f"{self.name} returned no log-probs: {redact(str(error) or type(error).__name__)}; check the "
@@ -455,15 +469,24 @@ class Teacher:
 
 @asynccontextmanager
 async def open_teacher(
-    config: RolloutConfig, serving: ServingTeacher | None, round: RolloutRound
+    config: RolloutConfig, serving: ServingTeacher | None, round: RolloutRound, top_k: int = 0
 ) -> AsyncIterator[Teacher | None]:
     """Yield the teacher; None in evaluations, and if the run has none. `serving`: starts the run's own engine for it;
-    None: the teacher's server is --opd-teacher-url."""
-    url = resolve_secrets(config.opd_teacher_url)
-    if round.kind == "eval" or (serving is None and url is None):
+    None: the teachers' servers are --opd-teacher-url or --opd-teacher-urls."""
+    several = config.opd_teacher_urls or ({"": config.opd_teacher_url} if config.opd_teacher_url else {})
+    if round.kind == "eval" or (serving is None and not several):
         yield None
         return
-    name = "the teacher's engine (--opd-teacher-load)" if url is None else f"--opd-teacher-url {redact(url)}"
-    with nullcontext([url.rstrip("/")]) if serving is None else serving() as urls:
-        async with engine_backend(config.engine).connect(urls, config.rollout_timeout) as client:
-            yield Teacher(client, name)
+    addresses = {name: (resolve_secrets(url) or "").rstrip("/") for name, url in several.items()}
+    flag = "--opd-teacher-urls" if config.opd_teacher_urls else "--opd-teacher-url"
+    shown = f"{flag} {redact(', '.join(addresses.values()))}"
+    async with AsyncExitStack() as stack:
+        urls: dict[str, Any] = {name: [address] for name, address in addresses.items()}
+        if serving is not None:
+            shown, urls = "the teacher's engine (--opd-teacher-load)", {"": stack.enter_context(serving())}
+        backend = engine_backend(config.engine)
+        clients = {
+            name: await stack.enter_async_context(backend.connect(of_name, config.rollout_timeout))
+            for name, of_name in urls.items()
+        }
+        yield Teacher(clients, shown, top_k)

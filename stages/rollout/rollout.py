@@ -112,6 +112,7 @@ class RolloutContext:
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = dict  # reads the energy counters of the engines' GPUs
+    teacher_top_k: int = 0  # number of the teacher's most probable tokens that the samples store (--opd-top-k)
     serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
 
@@ -296,7 +297,7 @@ async def open_runner(
         if config.custom_generate_function_path is not None
         else nullcontext(EngineGenerator(client, config, context.tokenizer, round))
     )
-    teachers = open_teacher(config, context.serving_teacher, round)
+    teachers = open_teacher(config, context.serving_teacher, round, context.teacher_top_k)
     async with client, generators as generator, teachers as teacher:
         runner = GroupRunner(
             round,

@@ -218,6 +218,7 @@ class TrainActor:
 
         machine = ray.get_runtime_context().get_node_id()
         with self._changing_weights_to(version):
+            self.models.average = None
             for name, model in auxiliary.items():
                 if name != "adapter":
                     with open_commit_files(self.store, model, machine) as directory:
@@ -235,6 +236,10 @@ class TrainActor:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)
                 assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
+            if not (config.opd and config.opd.opd_self_ema):
+                self.models.average = None  # of a parent that this run was forked from
+            elif self.models.average is None:
+                self.models.average = self.models.policy.average_weights(None, config.opd.opd_self_ema)
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
@@ -265,6 +270,8 @@ class TrainActor:
             )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
+            if config.opd and config.opd.opd_self_ema:
+                self.models.average = self.models.policy.average_weights(self.models.average, config.opd.opd_self_ema)
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
@@ -384,7 +391,7 @@ class TrainActor:
 
     def _batch_of(self, table: pa.Table) -> Batch:
         """Return the samples of a round as arrays, with what the options need of them."""
-        from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs
+        from penstock.stages.train.batching import Batch, EngineChoices, add_teacher_data
 
         config = self.spec.config
         batch = Batch.from_table(
@@ -392,9 +399,7 @@ class TrainActor:
         )
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
-        if config.reads_teacher_logprobs:
-            batch = replace(batch, teacher_logprobs=read_teacher_logprobs(table, batch))
-        return batch
+        return add_teacher_data(batch, table, config)
 
     @contextmanager
     def _changing_weights_to(self, version: int) -> Iterator[None]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from penstock.engines.lora import LoraOptions
 from penstock.stages.plugins import DEFAULT_NAMES
-from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
+from penstock.stages.train.algorithms.registry import DIVERGENCES, ESTIMATORS, POLICY_LOSSES
 from penstock.storage.config import StageConfig, option
 
 if TYPE_CHECKING:
     EstimatorName: TypeAlias = str
     PolicyLossName: TypeAlias = str
+    DivergenceName: TypeAlias = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
+    DivergenceName = Literal[tuple(DIVERGENCES)]
 
 # option that names a user-defined function -> names of the arguments
 PLUGINS = {
@@ -28,18 +31,78 @@ PLUGINS = {
 
 
 class DistillationConfig(StageConfig):
-    """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
+    """On-policy distillation: subtract the log-ratio to a teacher from the advantages, or add a divergence from the
+    teacher's distribution to the loss."""
 
     opd_kl_coef: float = option(1.0, ge=0)
-    """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages."""
+    """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages, or of --opd-divergence in the
+    loss."""
 
-    opd_type: Literal["megatron", "engine"] = option("megatron")
+    opd_divergence: DivergenceName | None = option(None)
+    """Divergence between the distributions of policy and teacher at each trained token, which is added to the loss.
+    Default: the log-ratio of the sampled token is subtracted from the advantages instead."""
+
+    opd_jsd_beta: float = option(0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of --opd-divergence jsd."""
+
+    opd_top_k: int | None = option(None, ge=1)
+    """Compute --opd-divergence over the teacher's K most probable tokens and, as one outcome, all other tokens.
+    Default: over the whole vocabulary, which needs a teacher in the trainer."""
+
+    opd_type: Literal["megatron", "engine", "self"] = option("megatron")
     """Where the teacher runs. megatron: in the trainer; engine: in an engine of the run (--opd-teacher-load) or on a
-    server (--opd-teacher-url), and its log-probs are stored with the samples."""
+    server (--opd-teacher-url), and its log-probs are stored with the samples; self: the teacher is the policy itself,
+    which sees the prompt with the hint of --opd-hint-key (SDFT)."""
+
+    opd_self_ema: float | None = option(None, gt=0, lt=1)
+    """With --opd-type self: the teacher is a moving average of the policy's weights, which moves by this share towards
+    the policy after each round. Default: the teacher is the policy at the beginning of the round."""
 
     opd_teacher_load: str | None = option(None)
     """Hugging Face checkpoint of the teacher: with --opd-type megatron, of the policy's architecture and sizes; with
     engine, of any supported architecture, with the policy's tokenizer."""
+
+    opd_teacher_loads: dict[str, str] = option(default_factory=dict)
+    """Several teachers in the trainer, in place of --opd-teacher-load: name=directory pairs. --opd-teacher-key is the
+    column of the prompts that names the teacher of each prompt."""
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        is_self, of_engine = self.opd_type == "self", self.opd_type == "engine"
+        yield (
+            self.opd_top_k and self.opd_divergence is None,
+            f"--opd-top-k {self.opd_top_k} has no effect without --opd-divergence: add --opd-divergence, or omit "
+            "--opd-top-k",
+        )
+        yield (
+            self.opd_jsd_beta != 0.5 and self.opd_divergence != "jsd",
+            f"--opd-jsd-beta {self.opd_jsd_beta} has no effect without --opd-divergence jsd: add --opd-divergence jsd, "
+            "or omit --opd-jsd-beta",
+        )
+        yield (
+            of_engine and self.opd_divergence and self.opd_top_k is None,
+            f"--opd-divergence {self.opd_divergence} needs the teacher's log-probs of the whole vocabulary, which "
+            "--opd-type engine does not return: add --opd-top-k, or use a teacher in the trainer (--opd-type megatron)",
+        )
+        yield (
+            self.opd_self_ema and not is_self,
+            f"--opd-self-ema {self.opd_self_ema} has no effect with --opd-type {self.opd_type}: add --opd-type self, "
+            "or omit --opd-self-ema",
+        )
+        yield (
+            is_self and (self.opd_teacher_load or self.opd_teacher_loads),
+            "--opd-type self takes the policy as the teacher, but --opd-teacher-load or --opd-teacher-loads names "
+            "another model: omit it, or use --opd-type megatron",
+        )
+        yield (
+            self.opd_teacher_loads and (self.opd_teacher_load or of_engine),
+            "--opd-teacher-loads names teachers in the trainer, and cannot be combined with --opd-teacher-load or "
+            "--opd-type engine: omit these, or give several servers with --opd-teacher-urls",
+        )
+        yield (
+            not all(re.fullmatch(r"[\w-]+", name) for name in self.opd_teacher_loads),
+            f"--opd-teacher-loads has the names {', '.join(map(repr, self.opd_teacher_loads))}, which become names of "
+            "files: use only letters, digits, _ and -",
+        )
 
 
 class SequenceMaskingConfig(StageConfig):
@@ -253,9 +316,13 @@ class AlgorithmConfig(StageConfig):
 
     @property
     def auxiliary_models(self) -> dict[str, str]:
-        """Paths of the frozen models that the trainer loads: "reference" or "teacher" -> path."""
-        teacher = self.opd.opd_teacher_load if self.opd and self.loads_teacher else None
-        paths = {"reference": self.ref_load, "teacher": teacher}
+        """Paths of the frozen models that the trainer loads: "reference", "teacher" or, with several teachers,
+        "teacher.NAME" -> path."""
+        paths = {"reference": self.ref_load}
+        if self.opd and self.loads_teacher:
+            several = self.opd.opd_teacher_loads
+            paths |= {f"teacher.{name}": several[name] for name in self.teacher_names if name}
+            paths |= {} if several else {"teacher": self.opd.opd_teacher_load}
         return {name: path for name, path in paths.items() if path}
 
     @property
@@ -267,6 +334,26 @@ class AlgorithmConfig(StageConfig):
     def loads_teacher(self) -> bool:
         """Whether the trainer computes log-probs of a teacher."""
         return self.opd is not None and self.opd.opd_type == "megatron"
+
+    @property
+    def teacher_names(self) -> list[str]:
+        """Names of the teachers in the trainer, in the order of `Batch.teacher_index`; [""] if there is only one."""
+        return sorted(self.opd.opd_teacher_loads) if self.opd and self.opd.opd_teacher_loads else [""]
+
+    @property
+    def distills_vocabulary(self) -> bool:
+        """Whether the loss has a divergence from the teacher's distribution (--opd-divergence)."""
+        return self.opd is not None and self.opd.opd_divergence is not None
+
+    @property
+    def distills_itself(self) -> bool:
+        """Whether the teacher is the policy, which sees another prompt."""
+        return self.opd is not None and self.opd.opd_type == "self"
+
+    @property
+    def stored_top_k(self) -> int:
+        """Number of the teacher's most probable tokens that the samples store for each token; 0: none."""
+        return (self.opd.opd_top_k or 0) if self.opd and self.reads_teacher_logprobs else 0
 
     @property
     def reads_teacher_logprobs(self) -> bool:
@@ -424,9 +511,23 @@ class AlgorithmConfig(StageConfig):
     def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield the rules about auxiliary models and expert routing."""
         yield (
-            self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
-            "[train.opd] needs --opd-teacher-load, unless --opd-type is engine: add it, or omit --use-opd and "
+            self.opd and self.loads_teacher and not (self.opd.opd_teacher_load or self.opd.opd_teacher_loads),
+            "[train.opd] needs --opd-teacher-load, unless --opd-type is engine or self: add it, or omit --use-opd and "
             "the other options of the section",
+        )
+        yield (
+            self.distills_vocabulary and self.loss_type != "policy_loss",
+            f"--opd-divergence has no effect with --loss-type {self.loss_type}: omit one of these options",
+        )
+        yield (
+            self.distills_vocabulary and self.rollout_data_postprocess_path,
+            "--rollout-data-postprocess-path may mask tokens after the teacher has computed their distributions for "
+            "--opd-divergence: omit one of these options",
+        )
+        yield (
+            self.lora and self.opd and self.opd.opd_self_ema,
+            "--opd-self-ema averages all weights, but --lora-rank trains only adapters: omit --opd-self-ema, and the "
+            "teacher is the policy with its adapters at the beginning of the round",
         )
         yield (
             self.freeze_params_name_list and self.only_train_params_name_list,

@@ -7,6 +7,7 @@ micro-batch stores the numbers of its trained tokens. `microbatches.py` chooses 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,10 +22,12 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.training import PackedImages
+from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithms.divergences import Teacher
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat
-from penstock.storage.samples.sample import TRAIN_REWARD
+from penstock.storage.samples.sample import TEACHER, TRAIN_REWARD
 from penstock.storage.samples.shards import list_column, trained_mask
 
 PAD_TOKEN = 0
@@ -45,6 +48,9 @@ class Batch:
     reward_components: dict[str, np.ndarray] = field(default_factory=dict)  # [B] float64 each, NaN = not recorded
     train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards` if a user-defined function set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
+    teacher_top_k: tuple[np.ndarray, np.ndarray] | None = None  # [N, k] ids and log-probs, if the samples have them
+    teacher_index: np.ndarray | None = None  # [B] int64, which teacher in the trainer a sample has; None: the first
+    hinted: Batch | None = None  # the same samples after the prompts that the teacher sees, if these are others
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
     image_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))  # [I, 3] as in `PackedImages`
     image_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [I] sample of each image
@@ -128,6 +134,83 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     return result
 
 
+def add_teacher_data(batch: Batch, table: pa.Table, config: AlgorithmConfig) -> Batch:
+    """Return the batch with what distillation needs of the samples: what an engine's teacher said, which teacher in the
+    trainer a sample has, and the prompts that the teacher sees. Raises RunError if it is missing."""
+    if config.reads_teacher_logprobs and not config.distills_vocabulary:
+        batch = replace(batch, teacher_logprobs=read_teacher_logprobs(table, batch))
+    if config.stored_top_k:
+        batch = replace(batch, teacher_top_k=_read_top_k(table, batch, config.stored_top_k))
+    if config.loads_teacher and len(config.teacher_names) > 1:
+        names = {name: number for number, name in enumerate(config.teacher_names)}
+        given = [json.loads(text).get(TEACHER) for text in table["metadata"].to_pylist()]
+        if unknown := sorted({repr(name) for name in given} - {repr(name) for name in names}):
+            raise RunError(
+                f"samples of the rollout have the teacher {unknown[0]}, but --opd-teacher-loads has "
+                f"{', '.join(names)}: start a new run with a teacher for each name in the column of --opd-teacher-key"
+            )
+        batch = replace(batch, teacher_index=np.array([names[name] for name in given], np.int64))
+    return replace(batch, hinted=_with_teacher_prompts(table, batch)) if config.distills_itself else batch
+
+
+def _read_top_k(table: pa.Table, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:  # [N, k] each
+    """Return ids and log-probs of the teacher's k most probable tokens at each trained token. The samples may store
+    more."""
+    if "teacher_top_ids" not in table.column_names:
+        raise RunError(
+            "the rollout was generated without --opd-top-k, so it has no tokens of a teacher: start a new run with "
+            f"--opd-type engine and --opd-top-k {k}"
+        )
+    offsets, ids = list_column(table, "teacher_top_ids")
+    logprobs, counts = list_column(table, "teacher_top_logprobs")[1], np.diff(offsets)
+    trained = batch.num_trained_tokens > 0
+    stored = int((counts[trained] // batch.lengths[trained]).max(initial=k))
+    if (counts[trained] != stored * batch.lengths[trained]).any() or stored < k:
+        raise RunError(
+            f"samples of the rollout lack the teacher's {k} most probable tokens at some positions: start a new run "
+            f"with --opd-top-k {k}"
+        )
+    local = batch.trained_positions - batch.offsets[batch.sample_index]
+    first = (offsets[batch.sample_index] + local * stored)[:, None] + np.arange(k)
+    return ids[first], logprobs[first]
+
+
+def _with_teacher_prompts(table: pa.Table, batch: Batch) -> Batch:
+    """Return the samples after the prompts that the teacher sees. The trained tokens and their numbers are the same;
+    samples without trained tokens are not changed."""
+    if "teacher_prompt_ids" not in table.column_names:
+        raise RunError(
+            "the rollout has no prompts for the teacher, because it was generated without --opd-hint-key: start a new "
+            "run with --opd-type self and --opd-hint-key"
+        )
+    offsets, prompts = list_column(table, "teacher_prompt_ids")
+    token_ids, masks = [], []
+    for row, (start, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:])):
+        prompt, tokens, mask = (
+            prompts[offsets[row] : offsets[row + 1]],
+            batch.token_ids[start:end],
+            batch.loss_mask[start:end],
+        )
+        if mask.any():
+            if not len(prompt):
+                raise RunError(
+                    f"sample {table['sample_id'][row]} has no prompt for the teacher, which --opd-type self needs: "
+                    "generate it from a prompt of --prompt-data"
+                )
+            first = int(mask.argmax())
+            tokens = np.concatenate([prompt.astype(np.int64), tokens[first:]])
+            mask = np.concatenate([np.zeros(len(prompt), bool), mask[first:]])
+        token_ids.append(tokens)
+        masks.append(mask)
+    return replace(
+        batch,
+        offsets=np.cumsum([0, *map(len, token_ids)]),
+        token_ids=np.concatenate(token_ids),
+        loss_mask=np.concatenate(masks),
+        engine_choices=None,
+    )
+
+
 def spread(values: Tensor, trained: Batch, recorded: Batch) -> Tensor:  # [N] -> [M]
     """Return `values`, which belong to the N trained tokens of `trained`, for the M trained tokens of `recorded`: the
     same rollout before a user-defined function masked tokens. Masked tokens get 0."""
@@ -194,6 +277,8 @@ class PackedMicrobatch:
     targets: Tensor  # [n] int64, token ids of the trained tokens
     ordinal: Tensor  # [n] int64, number of each trained token among the N trained tokens of the rollout
     samples: SegmentReducer  # sums over the trained tokens of each sequence
+    hinted: PackedMicrobatch | None = None  # the same samples after the prompts that the teacher sees
+    teacher: Teacher | None = None  # the teacher's distributions at the n positions, for --opd-divergence
     fields: TokenFields | None = None  # inputs of the loss, [n] each; set after the advantages are computed
     weights: Tensor | None = None  # [n] float32; the loss of a step is the sum of weight x loss over its tokens
     routing: dict[int, Tensor] | None = None  # recorded expert ids of the tokens, for routing replay (`EnginePack`)

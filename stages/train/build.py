@@ -1,15 +1,15 @@
 """Build, load, save and resume the models of one rank. `actor.py` chooses the files, `step.py` trains the models.
 
-A checkpoint directory contains the policy. Its subdirectories `critic` and `reference` contain the critic and a
-reference that --ref-update-interval replaced, if the run has them. All models have the same parallel layout, share one
-process, and process the same micro-batches in turn.
+A checkpoint directory contains the policy. Its subdirectories `critic`, `reference` and AVERAGE contain the critic, a
+reference that --ref-update-interval replaced, and the moving average of --opd-self-ema, if the run has them. All models
+have the same parallel layout, share one process, and process the same micro-batches in turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,21 @@ from penstock.engines.training import (
     train_backend,
 )
 from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.spec import AVERAGE
 from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 
 @dataclass
 class Models:
-    """The models of one rank. Reference and teacher are weights in host memory; for a forward pass they are swapped
+    """The models of one rank. Reference and teachers are weights in host memory; for a forward pass they are swapped
     into the policy's model. A policy with adapters may use its base weights as the reference, which needs no copy."""
 
     policy: TrainEngine
     critic: TrainEngine | None = None
     reference: Any = None  # snapshot of `TrainEngine.snapshot_weights`
-    teacher: Any = None  # a snapshot, too
+    teachers: dict[str, Any] = field(default_factory=dict)  # name in `AlgorithmConfig.auxiliary_models` -> snapshot
+    average: list[Any] | None = None  # moving average of the policy (`TrainEngine.average_weights`): --opd-self-ema
     reference_is_base: bool = False  # the reference is the policy without adapters
     refreshed: bool = False  # the reference is a later policy (--ref-update-interval), not the starting one
 
@@ -57,7 +59,17 @@ class Models:
         if self.refreshed and self.reference is not None:
             with self.policy.using_weights(self.reference):
                 digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
+        for part, snapshot in zip(AVERAGE, self.average or ()):
+            with self.policy.using_weights(snapshot):
+                digest |= {f"{part}.{name}": value for name, value in self.policy.digest().items()}
         return digest
+
+    def using_teachers(self, config: TrainConfig) -> Iterator[AbstractContextManager[None]]:
+        """Yield for each teacher in the trainer a context in which the policy's model computes with its weights."""
+        if config.distills_itself:
+            yield nullcontext() if self.average is None else self.policy.using_weights(self.average[0])
+        for name in config.teacher_names if config.loads_teacher else ():
+            yield self.policy.using_weights(self.teachers[f"teacher.{name}" if name else "teacher"])
 
     def using_reference(self) -> AbstractContextManager[None] | None:
         """Return a context in which the policy's model computes with the weights of the reference; None if there is no
@@ -72,7 +84,7 @@ class Models:
 
     def offload(self, keep: Collection[StateKind] = ()) -> list[MemorySwitch]:
         """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. `keep`:
-        kinds of the policy's state that stay where they are. Reference and teacher are always in host memory. Return
+        kinds of the policy's state that stay where they are. Reference and teachers are always in host memory. Return
         time and memory use of the moves."""
         switches = [self.policy.offload([kind for kind in STATE_KINDS if kind not in keep])]
         if self.critic is not None:
@@ -119,12 +131,14 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
 
 
 def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:
-    """Load the weights of the model `name` ("reference" or "teacher") into host memory. This overwrites the weights of
-    the policy: call `load_initial` or `resume_models` afterwards. Collective."""
+    """Load the weights of the model `name` ("reference", or the name of a teacher) into host memory. This overwrites
+    the weights of the policy: call `load_initial` or `resume_models` afterwards. Collective."""
     models.policy.load_weights(directory)
-    setattr(models, name, models.policy.snapshot_weights())
+    snapshot = models.policy.snapshot_weights()
     if name == "reference":
-        models.refreshed = False
+        models.reference, models.refreshed = snapshot, False
+    else:
+        models.teachers[name] = snapshot
 
 
 def load_initial(models: Models, directory: Path) -> None:
@@ -142,8 +156,9 @@ def load_initial_adapters(models: Models, directory: Path) -> None:
 
 def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> dict[str, str]:
     """Write a checkpoint: weights, optimizer, scheduler and RNG states of policy and critic; the reference model if it
-    was replaced during training (--ref-update-interval); and `step_state` (run and policy version). Return the hashes
-    (xxh3-128) of this rank's `.distcp` files, by path relative to `directory`. Collective."""
+    was replaced during training (--ref-update-interval); the moving average of --opd-self-ema; and `step_state` (run
+    and policy version). Return the hashes (xxh3-128) of this rank's `.distcp` files, by path relative to `directory`.
+    Collective."""
     hashes = models.policy.save(directory, step_state)  # first: Megatron warns if the directory is not empty
     if models.critic is not None:
         critic = models.critic.save(directory / "critic", step_state)
@@ -152,6 +167,10 @@ def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> 
         with models.policy.using_weights(models.reference):
             reference = models.policy.save(directory / "reference", None)
         hashes |= {f"reference/{name}": value for name, value in reference.items()}
+    for part, snapshot in zip(AVERAGE, models.average or ()):
+        with models.policy.using_weights(snapshot):
+            saved = models.policy.save(directory / part, None)
+        hashes |= {f"{part}/{name}": value for name, value in saved.items()}
     return hashes
 
 
@@ -166,6 +185,11 @@ def resume_models(models: Models, directory: Path) -> dict[str, Any]:
     if (directory / "reference").is_dir():
         load_auxiliary_model(models, "reference", directory / "reference")
         models.refreshed = True
+    if (directory / AVERAGE[0]).is_dir():
+        models.average = []
+        for part in AVERAGE:
+            models.policy.load_weights(directory / part)
+            models.average.append(models.policy.snapshot_weights())
     if models.critic is not None:
         critic = directory / "critic"
         models.critic.load(critic) if critic.is_dir() else models.critic.load_weights(directory)

@@ -220,6 +220,12 @@ class TrainConfig(AlgorithmConfig):
         if self.global_batch_size is not None:
             self.check_batch(self.global_batch_size)
         yield (
+            self.distills_vocabulary and self.distills_itself and self.context_parallel_size > 1,
+            f"--opd-divergence with --opd-type self needs the positions of a token after two prompts on one rank, but "
+            f"--context-parallel-size {self.context_parallel_size} splits sequences by position: use 1, or omit "
+            "--opd-divergence",
+        )
+        yield (
             self.keep_step_logprobs and (not self.save_trained_tokens or self.loss_type == "sft_loss"),
             "--keep-step-logprobs needs --save-trained-tokens, and excludes --loss-type sft_loss: omit one of them",
         )

@@ -36,7 +36,8 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
     steps: Steps = []
     for rows in samples_of_steps(batch, config):
         rows = rows[batch.num_trained_tokens[rows] > 0]  # samples without trained tokens do not contribute
-        lengths = batch.lengths[rows].tolist()
+        longest = batch.lengths if batch.hinted is None else np.maximum(batch.lengths, batch.hinted.lengths)
+        lengths = longest[rows].tolist()
         if config.fills_microbatches_by_tokens:
             bins = filled_microbatches(lengths, config.max_tokens_per_gpu * config.context_parallel_size, multiple)
         else:
@@ -47,13 +48,17 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
             own_bins = balanced_shares(flops, size)[rank]
         else:
             own_bins = list(range(rank, len(bins), size))
-        microbatches = [pack(batch, rows[bins[index]].tolist()) for index in own_bins]
-        for packed in microbatches:
-            packed.stream = engine.pack_stream(packed)  # copied to the GPU now: later it would interrupt training
-        steps.append(
-            [packed.to_local(engine.device, packed.stream.pack_slice, engine.context_group) for packed in microbatches]
-        )
+        steps.append([_pack_for_engine(engine, batch, rows[bins[index]].tolist()) for index in own_bins])
     return steps
+
+
+def _pack_for_engine(engine: TrainEngine, batch: Batch, rows: list[int]) -> PackedMicrobatch:
+    """Return the packed micro-batch of some samples, and of the same samples after the teacher's prompts."""
+    packed = pack(batch, rows)
+    packed.stream = engine.pack_stream(packed)  # copied to the GPU now: later it would interrupt training
+    packed = packed.to_local(engine.device, packed.stream.pack_slice, engine.context_group)
+    packed.hinted = None if batch.hinted is None else _pack_for_engine(engine, batch.hinted, rows)
+    return packed
 
 
 @dataclass

@@ -52,7 +52,7 @@ class StoredRound:
         """The samples as arrays, as the trainer has read them."""
         components = self.config.gdpo_reward_weights
         batch = Batch.from_table(self.samples, needs_rewards=True, components=components)
-        if self.config.reads_teacher_logprobs:
+        if self.config.reads_teacher_logprobs and not self.config.distills_vocabulary:
             batch = replace(batch, teacher_logprobs=read_teacher_logprobs(self.samples, batch))
         return batch
 
@@ -110,6 +110,7 @@ def recompute(stored: StoredRound) -> Recomputed:
     attach_token_fields([[packed]], experience, estimate, weights, torch.device("cpu"))
     fields, logprobs = packed.fields, values["step_logprobs"].float()
     assert fields is not None and packed.weights is not None, "attach_token_fields sets them"
+    fields.divergence = values["divergence"].float() if config.distills_vocabulary else None
     entropy = values.get("entropy", torch.zeros_like(logprobs)).float()
     values["loss"], metrics = LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
     if config.loss_type == "policy_loss":
@@ -134,7 +135,8 @@ def _problems(stored: StoredRound, values: Mapping[str, Tensor], of_loss: bool, 
     needed = {
         "trainer_logprobs": needs_old_logprobs(config, num_steps if of_loss else 1) and not config.use_rollout_logprobs,
         "ref_logprobs": config.use_kl_loss if of_loss else config.kl_coef > 0,
-        "trainer_teacher_logprobs": config.loads_teacher,
+        "trainer_teacher_logprobs": not config.distills_vocabulary and (config.loads_teacher or config.distills_itself),
+        "divergence": of_loss and config.distills_vocabulary,
         "values": config.uses_critic,
         "entropy": of_loss and (config.entropy_coef != 0 or config.loss_type == "custom_loss"),
         "step_logprobs": of_loss,

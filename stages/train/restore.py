@@ -16,7 +16,7 @@ from typing import Any, Literal
 from penstock.engines.local_gpus import ReadCounters, energy_metric
 from penstock.engines.training import train_backend
 from penstock.stages.train.reuse import Reuse
-from penstock.stages.train.spec import AuxiliaryModel, TrainResult
+from penstock.stages.train.spec import AVERAGE, AuxiliaryModel, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.errors import RunError
@@ -283,7 +283,7 @@ class PolicyRestorer:
         return [(raised - lowered) / 2 for raised, lowered in zip(*objectives, strict=True)]
 
     def _auxiliary_models(self, checkpoint: Commit | None, base_key: str) -> dict[AuxiliaryModel, Commit]:
-        """Return the commits of the reference, the teacher and the initial adapters that the ranks must load. The
+        """Return the commits of the reference, the teachers and the initial adapters that the ranks must load. The
         reference is left out if `checkpoint` contains a later one (--ref-update-interval), or if it is the base of the
         policy's adapters (`base_key`)."""
         refreshed = checkpoint is not None and any(
@@ -292,7 +292,7 @@ class PolicyRestorer:
         config = self.group.spec.config
         needed: dict[AuxiliaryModel, bool] = {
             "reference": config.uses_reference and not refreshed,
-            "teacher": config.loads_teacher,
+            **{name: True for name in config.auxiliary_models if name != "reference"},
             "adapter": config.lora is not None and config.lora.lora_load is not None and checkpoint is None,
         }
         models: dict[AuxiliaryModel, Commit] = {}
@@ -406,7 +406,8 @@ def _summarize_hash_differences(before: dict[str, str], after: dict[str, str]) -
 
 
 def _drop_models_absent_from(digest: dict[str, str], other: dict[str, str]) -> dict[str, str]:
-    """Return `digest` without the hashes of critic or reference if `other` has none of this model: a forked run may
-    have added or dropped these models."""
-    parts = tuple(part for part in ("critic.", "reference.") if not any(name.startswith(part) for name in other))
+    """Return `digest` without the hashes of critic, reference or moving average if `other` has none of this model: a
+    forked run may have added or dropped these models."""
+    models = ("critic", "reference", *AVERAGE)
+    parts = tuple(part for part in (f"{name}." for name in models) if not any(name.startswith(part) for name in other))
     return {name: bits for name, bits in digest.items() if not name.startswith(parts)}

@@ -6,7 +6,7 @@ The driver imports this module, so it does not import torch.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,7 +17,8 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.commit import FileRecord, Frozen
 
-AuxiliaryModel = Literal["reference", "teacher", "adapter"]  # "adapter": the adapters that the policy starts with
+AuxiliaryModel = str  # "reference", a teacher ("teacher", "teacher.NAME"), or "adapter": that the policy starts with
+AVERAGE = ("average", "average-rest")  # subdirectories of a checkpoint with the two parts of a moving average
 
 # The kinds of state (weights, gradients, optimizer) that a rank's method needs on the device. Other methods need none.
 NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {

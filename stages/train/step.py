@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engines.training import Routing, TrainEngine
+from penstock.engines.training import OutputHead, Routing, TrainEngine
+from penstock.stages.plugins import load_function
 from penstock.stages.train.algorithms.advantages import estimate_advantages
+from penstock.stages.train.algorithms.divergences import (
+    Teacher,
+    TeacherHidden,
+    TeacherTopK,
+    replace_rows,
+    top_k,
+    vocabulary_divergence,
+)
 from penstock.stages.train.algorithms.experience import Estimate, Experience, TokenFields
-from penstock.stages.train.algorithms.logprobs import LMHead, token_logprobs
+from penstock.stages.train.algorithms.logprobs import LMHead, in_chunks, logits_logprobs, token_logprobs
 from penstock.stages.train.algorithms.losses import LOSSES, value_loss
 from penstock.stages.train.algorithms.postprocess import postprocess_rollout
+from penstock.stages.train.algorithms.registry import DIVERGENCES
 from penstock.stages.train.batching import Batch, PackedMicrobatch, train_flops
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
@@ -107,6 +117,7 @@ def train_rollout(
     only_now = {  # values of the tokens that exist in the update only -> whether they are stored
         "step_logprobs": config.loss_type != "sft_loss" and (config.keep_step_logprobs or not has_old_logprobs),
         "entropy": config.entropy_coef != 0 or config.loss_type == "custom_loss",
+        "divergence": config.distills_vocabulary,
     }
     names = [name for name, is_stored in only_now.items() if is_stored and keep_tokens and not critic_only]
     kept = {name: torch.zeros(len(batch.trained_positions), device=models.policy.device) for name in names}
@@ -185,9 +196,16 @@ def gather_experience(
     if (using_reference := models.using_reference()) is not None:
         with clock("ref_logprobs"), using_reference:
             experience.ref_logprobs = compute_logprobs()
-    if models.teacher is not None:
-        with clock("teacher_logprobs"), models.policy.using_weights(models.teacher):
-            experience.teacher_logprobs = compute_logprobs()
+    if config.distills_vocabulary:
+        with clock("teacher_logprobs"):
+            attach_teachers(models, steps, batch, config, temperature)
+    elif config.loads_teacher or config.distills_itself:
+        with clock("teacher_logprobs"):
+            experience.teacher_logprobs = torch.zeros(len(batch.trained_positions), dtype=torch.float64)
+            for is_own, using_teacher in zip(_teacher_masks(batch, config), models.using_teachers(config)):
+                with using_teacher:
+                    asked = forward_all_tokens(models.policy, _seen_by_teacher(steps), len(is_own), logprobs)
+                experience.teacher_logprobs = torch.where(is_own, asked, experience.teacher_logprobs)
     if models.critic is not None:
         with clock("values"):
             experience.values = forward_all_tokens(models.critic, steps, len(batch.trained_positions), critic_values)
@@ -219,7 +237,8 @@ def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
     one epoch they equal the log-probs of the training pass, so the separate pass is needed only if the advantages
     depend on them. `num_steps`: optimizer steps per epoch."""
     functions = (config.custom_advantage_function_path, config.rollout_data_postprocess_path)
-    needed_by_advantages = config.kl_coef > 0 or config.opd is not None or any(functions)
+    subtracts_log_ratio = config.opd is not None and not config.distills_vocabulary
+    needed_by_advantages = config.kl_coef > 0 or subtracts_log_ratio or any(functions)
     return config.loss_type != "sft_loss" and (num_steps * config.ppo_epochs > 1 or needed_by_advantages)
 
 
@@ -257,6 +276,53 @@ def sum_token_values(engine: TrainEngine, values: Tensor) -> Tensor:  # [N] -> [
     return values.cpu().double()
 
 
+def attach_teachers(models: Models, steps: Steps, batch: Batch, config: TrainConfig, temperature: float) -> None:
+    """Set the teacher's distribution at every trained token of every micro-batch: those that the samples store, or
+    those that the teachers in the trainer compute now. A micro-batch whose teachers see other prompts has the same
+    tokens in the same order as the one that the policy sees."""
+    assert config.opd is not None
+    if batch.teacher_top_k is not None:
+        for packed in (packed for microbatches in steps for packed in microbatches):
+            ids, logprobs = (torch.from_numpy(values)[packed.ordinal.cpu()] for values in batch.teacher_top_k)
+            packed.teacher = TeacherTopK.from_logprobs(ids.long(), logprobs)
+        return
+    policy, k, heads = models.policy, config.opd.opd_top_k, list[OutputHead]()
+    teacher = torch.zeros(len(batch.trained_positions), dtype=torch.int64)
+    for number, mask in enumerate(_teacher_masks(batch, config)):
+        teacher[mask] = number
+
+    def store(hidden: Tensor, head: LMHead, packed: PackedMicrobatch, number: int) -> tuple[None, dict[str, Tensor]]:
+        of_tokens, asked = teacher[packed.ordinal.cpu()], hidden[packed.trained]
+        if k is None:
+            new: Teacher = TeacherHidden(asked.cpu(), heads, of_tokens)
+        else:
+            parts = [top_k(head(rows), k, temperature, policy.tensor_group) for rows in asked.split(chunk_size)]
+            new = TeacherTopK(*(torch.cat(part).cpu() for part in zip(*((part.ids, part.logprobs) for part in parts))))
+        packed.teacher = replace_rows(packed.teacher, new, of_tokens == number)
+        return None, {}
+
+    chunk_size = config.log_probs_chunk_size
+    for number, using_teacher in enumerate(models.using_teachers(config)):
+        with using_teacher:
+            if k is None and policy.is_last_stage:
+                heads.append(policy.copy_head())
+            for microbatches in _seen_by_teacher(steps):
+                policy.forward_backward(microbatches, partial(store, number=number), forward_only=True)
+    for packed in (packed for microbatches in steps for packed in microbatches):
+        packed.teacher = (packed.hinted or packed).teacher
+
+
+def _seen_by_teacher(steps: Steps) -> Steps:
+    """Return the micro-batches with the prompts that the teacher sees."""
+    return [[packed.hinted or packed for packed in microbatches] for microbatches in steps]
+
+
+def _teacher_masks(batch: Batch, config: TrainConfig) -> list[Tensor]:  # [N] bool each
+    """Return for each teacher in the trainer which trained tokens it has."""
+    index = np.zeros(len(batch.lengths), np.int64) if batch.teacher_index is None else batch.teacher_index
+    return [torch.from_numpy(index[batch.sample_index] == number) for number in range(len(config.teacher_names))]
+
+
 def policy_logprobs(
     hidden: Tensor,
     head: LMHead,
@@ -264,17 +330,30 @@ def policy_logprobs(
     engine: TrainEngine,
     config: TrainConfig,
     temperature: float,
-) -> tuple[Tensor, Tensor]:  # [n], [n]
-    """Return the log-prob of each trained token, and the entropy of the distribution at its position, in nats."""
-    return token_logprobs(
-        hidden[packed.trained],  # the LM head runs only on trained positions, never on the prompt
-        head,
-        packed.targets,
-        temperature=temperature,
-        chunk_size=config.log_probs_chunk_size,
-        group=engine.tensor_group,
-        entropy_gradient=config.entropy_coef != 0,
-    )
+) -> tuple[Tensor, ...]:  # [n], [n]; in the update with --opd-divergence a third [n]
+    """Return the log-prob of each trained token, the entropy of the distribution at its position, in nats, and its
+    divergence from the teacher's distribution."""
+    inputs = hidden[packed.trained], packed.targets  # the LM head runs only on trained positions, never on the prompt
+    group, chunk_size, entropy_gradient = engine.tensor_group, config.log_probs_chunk_size, config.entropy_coef != 0
+    teacher = packed.teacher if torch.is_grad_enabled() else None
+    if teacher is None or config.opd is None or config.opd.opd_divergence is None:
+        return token_logprobs(
+            inputs[0],
+            head,
+            inputs[1],
+            temperature=temperature,
+            chunk_size=chunk_size,
+            group=group,
+            entropy_gradient=entropy_gradient,
+        )
+    divergence = partial(load_function(DIVERGENCES[config.opd.opd_divergence]), beta=config.opd.opd_jsd_beta)
+
+    def compute_chunk(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        logits = head(hidden)
+        distance = vocabulary_divergence(logits, rows, teacher, divergence, temperature, group)
+        return *logits_logprobs(logits, targets, temperature, group, entropy_gradient), distance
+
+    return in_chunks(compute_chunk, chunk_size, *inputs, torch.arange(len(packed.targets), device=hidden.device))
 
 
 def critic_values(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:  # [n] float32
@@ -308,16 +387,18 @@ def policy_microbatch_loss(
     packed: PackedMicrobatch,
     fields: TokenFields,
     *,
-    logprobs_of: Callable[[Tensor, LMHead, PackedMicrobatch], tuple[Tensor, Tensor]],
+    logprobs_of: Callable[[Tensor, LMHead, PackedMicrobatch], tuple[Tensor, ...]],
     config: TrainConfig,
     kept: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states.
     The tensors of `kept` ([N] each) get the values of this micro-batch's tokens where they are 0: later epochs do not
     change them."""
-    logprobs, entropy = logprobs_of(hidden, head, packed)
+    computed = dict(zip(("step_logprobs", "entropy", "divergence"), logprobs_of(hidden, head, packed)))
+    logprobs, entropy = computed["step_logprobs"], computed["entropy"]
+    fields = replace(fields, divergence=computed.get("divergence"))
     for name, values in kept.items():
-        before, now = values[packed.ordinal], (entropy if name == "entropy" else logprobs).detach().to(values.dtype)
+        before, now = values[packed.ordinal], computed[name].detach().to(values.dtype)
         values[packed.ordinal] = torch.where(before == 0, now, before)
     return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
 
@@ -366,7 +447,7 @@ def token_columns(
     update take their place."""
     columns = {"advantages": estimate.advantages.cpu(), **kept, "values": experience.values}
     columns |= {"ref_logprobs": experience.ref_logprobs, "trainer_logprobs": experience.old_logprobs}
-    columns["trainer_teacher_logprobs"] = experience.teacher_logprobs if config.loads_teacher else None
+    columns["trainer_teacher_logprobs"] = None if config.reads_teacher_logprobs else experience.teacher_logprobs
     if config.use_rollout_logprobs or experience.old_logprobs is None:
         columns["trainer_logprobs"] = columns.pop("step_logprobs", None)
     return {name: values for name, values in columns.items() if values is not None}

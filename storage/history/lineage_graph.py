@@ -26,12 +26,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.commit import STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.store import Store, committed_prefixes, origin_roles
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,10 @@ def read_lineage(store: Store) -> LineageGraph:
     commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
     by_key = {commit_key(prefix): commit for prefix, commit in zip(prefixes, commits, strict=True) if commit}
     for run in runs:
-        models = {role: store.read_record(CheckpointRef, RunKeys(run).origin_key(role)) for role in ORIGINS}
+        models = {
+            role: store.read_record(CheckpointRef, RunKeys(run).origin_key(role))
+            for role in origin_roles(store, RunKeys(run))
+        }
         graph.models[run] = {role: model.key for role, model in models.items() if model}
         graph.originals |= find_originals(store, RunKeys(run), by_key)
     own = {key: commit for key, commit in by_key.items() if key not in graph.originals}

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.storage.commit import (
-    ORIGINS,
     CheckpointRef,
     Commit,
     FileRecord,
@@ -33,7 +32,7 @@ from penstock.storage.maintenance.prompt_audit import (
     max_staleness,
     read_round,
 )
-from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.store import Store, committed_prefixes, origin_roles
 
 NUM_FILES = 8  # read concurrently
 
@@ -114,7 +113,7 @@ class _RunAudit:
         commit records and missing records of these models are problems."""
         store, keys = self.store, self.keys
         prefixes = committed_prefixes(store, keys)
-        origins = {name: data for name in ORIGINS if (data := store.read(keys.origin_key(name)))}
+        origins = {name: data for name in origin_roles(store, keys) if (data := store.read(keys.origin_key(name)))}
         if prefixes and "base" not in origins:
             self.add_problem(
                 f"{keys.origin_key('base')} is missing, so the run's initial model is unknown: restore it from a backup"

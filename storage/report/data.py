@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.commit import STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.config import entries_of
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs, ran_on_gpus
 from penstock.storage.history.run_record import RunRecord, ScheduleChange, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
-from penstock.storage.store import Store, read_commits
+from penstock.storage.store import Store, origin_roles, read_commits
 
 _ENDS = {"FINISHED": "finished", "FAILED": "failed", "STOPPED": "been stopped"}  # by the outcome of a start
 
@@ -234,7 +234,7 @@ def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compar
 
 def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: list[Commit]) -> dict[str, Any]:
     """Return the models and runs that the run is made from, and its checkpoints, evaluations and exports."""
-    origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
+    origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in origin_roles(store, keys)}
     parents, parent = [], record.parent
     while parent is not None:
         parents.append(parent.model_dump(include={"run", "at"}))

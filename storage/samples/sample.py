@@ -26,6 +26,8 @@ _VERSION_KEY = b"penstock_schema_version"
 # use it in place of the reward, and do not normalize it within groups.
 TRAIN_REWARD = "train_reward"
 OVERLONG_PENALTY = "overlong_penalty"  # component of `rewards` that --overlong-buffer-len adds to the reward
+# Keys in `metadata`: the name of the prompt's teacher (--opd-teacher-key), and a hint for it (--opd-hint-key).
+TEACHER, HINT = "teacher", "hint"
 # Key in `metadata` of the attributes that user-defined functions have set on a sample and that are not fields of it.
 ATTRIBUTES = "sample_attributes"
 
@@ -55,6 +57,9 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)  # [L] 1 = trained on; 0 = prompt, tool or environment token
     rollout_logprobs: list[float] = field(default_factory=list)  # [L] of the engine; 0.0 where loss_mask is 0
     teacher_logprobs: list[float] | None = None  # [L] of a teacher's engine; 0.0 where loss_mask is 0
+    teacher_prompt_ids: list[int] | None = None  # tokens of the prompt that the teacher sees (--opd-hint-key)
+    teacher_top_ids: Any = None  # [L * k] int32, the k most probable tokens of a teacher's engine (--opd-top-k), ...
+    teacher_top_logprobs: Any = None  # [L * k] float32, ... and their log-probs; 0 where loss_mask is 0
     routed_experts: bytes | None = None  # encoded expert ids, if the engine returned them (routed_experts.py)
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)  # named components of the reward
@@ -126,9 +131,18 @@ SCHEMA = pa.schema(
     metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
 
+TEACHER_COLUMNS = pa.schema(  # a table has those of these columns that a sample has set
+    [
+        ("teacher_prompt_ids", pa.list_(pa.int32())),
+        ("teacher_top_ids", pa.list_(pa.int32())),
+        ("teacher_top_logprobs", pa.list_(pa.float32())),
+    ]
+)
+
 
 def to_table(samples: Iterable[Sample]) -> pa.Table:
-    """Return samples as an Arrow table with SCHEMA. Text that is not valid Unicode is escaped."""
+    """Return samples as an Arrow table with SCHEMA, and the TEACHER_COLUMNS that they have. Text that is not valid
+    Unicode is escaped."""
     rows = list(samples)
     try:
         return _build_table(rows)
@@ -141,6 +155,12 @@ def to_table(samples: Iterable[Sample]) -> pa.Table:
 
 def _build_table(rows: list[Sample]) -> pa.Table:
     columns: dict[str, Any] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
+    schema = SCHEMA
+    for column in TEACHER_COLUMNS:
+        if any(value is not None for value in columns[column.name]):
+            schema = schema.append(column)
+        else:
+            del columns[column.name]
     if token_columns := _build_token_columns(rows):
         columns |= token_columns
     else:  # the samples are inconsistent, so `check` or `pa.table` raises
@@ -150,7 +170,7 @@ def _build_table(rows: list[Sample]) -> pa.Table:
     columns["status"] = [row.status.value for row in rows]
     columns["policy_versions"] = [list(row.policy_versions) for row in rows]
     columns["metadata"] = [json.dumps(row.metadata, ensure_ascii=False, sort_keys=True) for row in rows]
-    return pa.table(columns, schema=SCHEMA)
+    return pa.table(columns, schema=schema)
 
 
 def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:

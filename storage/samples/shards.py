@@ -34,16 +34,16 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = TRAINED
 
 
 def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
-    """Return the samples of a commit as one Arrow table with SCHEMA's columns, in the order in which they were written.
-    `name` is TRAINED or BUFFER. Sizes and hashes of the shards are verified. Other files in the directory, which the
-    commit does not list, are not read."""
+    """Return the samples of a commit as one Arrow table with SCHEMA's columns, and the TEACHER_COLUMNS that they have,
+    in the order in which they were written. `name` is TRAINED or BUFFER. Sizes and hashes of the shards are verified.
+    Other files in the directory, which the commit does not list, are not read."""
     shards = [Path(shard.path).relative_to(commit.attempt or "") for shard in commit.shards(name)]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
         tables = [pq.ParquetFile(directory / path).read() for path in shards]
     for table in tables:
         check_schema(table.schema)
-    return pa.concat_tables(tables)
+    return pa.concat_tables(tables, promote_options="default")  # only shards with samples of a teacher have its columns
 
 
 def read_samples(store: Store, commit: Commit, name: str = TRAINED) -> list[Sample]:
@@ -114,6 +114,7 @@ TOKENS_SCHEMA = pa.schema(
         ("ref_logprobs", pa.list_(pa.float32())),
         ("trainer_teacher_logprobs", pa.list_(pa.float32())),  # of a teacher in the trainer (--opd-type megatron)
         ("values", pa.list_(pa.float32())),  # of the critic before its update
+        ("divergence", pa.list_(pa.float32())),  # from the teacher's distribution, in the optimizer step
     ]
 )
 TOKEN_COLUMNS = TOKENS_SCHEMA.names[1:]

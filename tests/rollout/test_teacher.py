@@ -18,19 +18,22 @@ import pytest
 from scripted_engine import json_server
 
 from penstock.engines.cluster import Cluster
+from penstock.engines.generation import Scores
 from penstock.engines.serving.pool import start_pool
 from penstock.engines.sglang import client
 from penstock.engines.sglang.client import parse_scores
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.engine_options import TEACHER, device_counts, run_placement, teacher_options
-from penstock.flows.runtime.preflight import check_teacher
+from penstock.flows.runtime.engine_options import TEACHER as SERVED
+from penstock.flows.runtime.engine_options import device_counts, run_placement, teacher_options
+from penstock.flows.runtime.preflight import check_teacher, check_teacher_names
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import ServingTeacher, open_teacher
-from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.data_source import RolloutRound, add_hint
+from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.train.batching import Batch, read_teacher_logprobs
-from penstock.storage.errors import ModelError, OptionError, PluginError, RunError
-from penstock.storage.samples.sample import Sample, Status, from_table, to_table
+from penstock.storage.errors import DataError, ModelError, OptionError, PluginError, RunError
+from penstock.storage.samples.sample import HINT, TEACHER, Sample, Status, from_table, to_table
 from tests.engines.stub_engine import StubBackend, StubClient
 
 TRAINED = Sample("a", "g", "t0", 0, token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], rollout_logprobs=[0, 0, -1, -2])
@@ -56,7 +59,11 @@ class Server:
             return 503, None
         [input_ids] = body["input_ids"]
         entries = [[None if i == 0 else -t - i / 10, t, None] for i, t in enumerate(input_ids)]
-        return 200, [{"text": "", "meta_info": {"input_token_logprobs": entries}}]
+        tops = [
+            [[-j - t / 8, t + j, None] for j in (1, 0, 2)[: body["top_logprobs_num"]]] if i else None
+            for i, t in enumerate(input_ids if body.get("top_logprobs_num") else [])
+        ]
+        return 200, [{"text": "", "meta_info": {"input_token_logprobs": entries, "input_top_logprobs": tops}}]
 
 
 @pytest.fixture
@@ -66,12 +73,14 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def score(serving: str | ServingTeacher, *samples: Sample, **options: Any) -> None:
+def score(serving: str | ServingTeacher | None, *samples: Sample, top_k: int = 0, **options: Any) -> None:
     url = serving if isinstance(serving, str) else None
 
     async def run() -> None:
         config = RolloutConfig(opd_teacher_url=url, **options)
-        async with open_teacher(config, None if url else serving, RolloutRound("r", 0, 0)) as teacher:
+        own = None if url else serving
+        assert not isinstance(own, str)
+        async with open_teacher(config, own, RolloutRound("r", 0, 0), top_k) as teacher:
             assert teacher is not None
             await teacher.score(samples)
 
@@ -91,6 +100,40 @@ def test_trained_tokens_get_the_log_probs_of_the_teacher(server: Server) -> None
     [body] = server.bodies
     assert body["path"] == "/generate" and body["input_ids"] == [[5, 6, 7, 8]] and body["return_logprob"]
     assert body["logprob_start_len"] == 0 and body["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_trained_tokens_get_the_most_probable_tokens_of_the_teacher(server: Server) -> None:
+    first, masked = sample(), sample(loss_mask=[0, 0, 0, 1])
+    score(server.address, first, masked, top_k=3)
+    assert {body["top_logprobs_num"] for body in server.bodies} == {3}
+    assert first.teacher_top_ids.tolist() == [0] * 6 + [7, 8, 9, 8, 9, 10], "most probable first"
+    assert first.teacher_top_logprobs[6:].tolist() == [-7 / 8, -1 - 7 / 8, -2 - 7 / 8, -1.0, -2.0, -3.0]
+    assert masked.teacher_top_ids.tolist() == [0] * 9 + [8, 9, 10]
+    table = to_table([first, sample(reward=None), masked])
+    restored = from_table(table)
+    assert restored[0].teacher_top_ids == first.teacher_top_ids.tolist() and restored[1].teacher_top_ids is None
+    assert to_table(restored).equals(table) and "teacher_prompt_ids" not in table.column_names
+
+
+def test_a_server_that_returns_other_numbers_of_tokens_is_refused() -> None:
+    answer = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None]]}}
+    for tops in (None, [None], [None, [[-1.0, 5, None]]]):
+        with pytest.raises(RuntimeError, match="without the log-probs of the 2 given tokens"):
+            parse_scores({"meta_info": answer["meta_info"] | {"input_top_logprobs": tops}}, [5, 6], 2)
+
+
+def test_each_sample_is_scored_by_the_teacher_that_its_prompt_names(server: Server) -> None:
+    other = Server()
+    with json_server(other.answer) as other.address:
+        urls = {"math": server.address + "/", "code": other.address}
+        rows = [sample(metadata={TEACHER: name}, token_ids=[5, 6, 7, i]) for i, name in enumerate(["math", "code"] * 2)]
+        score(None, *rows, opd_teacher_urls=urls)
+        assert [[ids[3] for [ids] in (body["input_ids"] for body in each.bodies)] for each in (server, other)] == [
+            [0, 2],
+            [1, 3],
+        ]
+        with pytest.raises(DataError, match="names the teacher 'law', but --opd-teacher-urls has code, math"):
+            score(None, sample(metadata={TEACHER: "law"}), opd_teacher_urls=urls)
 
 
 def test_request_waits_while_the_engine_of_the_run_restarts(server: Server) -> None:
@@ -117,8 +160,8 @@ def test_a_server_that_is_not_an_engine_is_named() -> None:
 
 def test_the_teacher_speaks_the_protocol_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client(StubClient):
-        async def score(self, input_ids: list[int]) -> list[float]:
-            return [-float(id) for id in input_ids]
+        async def score(self, input_ids: list[int], top_k: int = 0) -> Scores:
+            return Scores([-float(id) for id in input_ids], [], [])
 
     monkeypatch.setattr(StubBackend, "connect", lambda backend, urls, timeout: Client(urls))
     first = sample()
@@ -143,7 +186,7 @@ def test_answer_without_the_log_probs_of_these_tokens_is_refused(answer: dict[st
 
 def test_last_token_of_the_vocabulary_which_sglang_reports_as_0_has_its_log_prob() -> None:
     answer = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 0, None]]}}
-    assert parse_scores(answer, [5, 63]) == [0.0, -1.5]
+    assert parse_scores(answer, [5, 63]).logprobs == [0.0, -1.5]
 
 
 # ---- the column ------------------------------------------------------------------------------------------------------
@@ -196,6 +239,23 @@ def test_teacher_on_a_server_is_not_loaded_by_the_trainer(tmp_path: Path) -> Non
             ["--use-opd", "--opd-type", "engine", "--opd-teacher-url", "http://t", "--rollout-temperature", "0.8"],
             "log-probs at temperature 1, but --rollout-temperature is 0.8",
         ),
+        (["--opd-type", "self"], "--opd-type self and --opd-hint-key"),
+        (["--opd-teacher-loads", "a=x", "b=y"], "several teachers .* and --opd-teacher-key"),
+        (["--opd-teacher-load", "t", "--opd-teacher-key", "domain"], "several teachers .* and --opd-teacher-key"),
+        (["--opd-teacher-urls", "a=http://t"], "--opd-teacher-urls: add --opd-type engine"),
+        (
+            ["--opd-type", "self", "--opd-hint-key", "h", "--custom-generate-function-path", "f.py"],
+            "--custom-generate-function-path may change the tokens",
+        ),
+        (
+            [
+                *["--opd-type", "engine", "--opd-teacher-url", "http://t", "--opd-divergence", "jsd"],
+                *["--opd-top-k", "4", "--rollout-function-path", "f.py"],
+            ],
+            "--rollout-function-path may change the tokens",
+        ),
+        (["--opd-hint-key", "h", "--opd-hint-template", "no places"], "must contain {prompt} and {hint}"),
+        (["--opd-hint-template", "{prompt} {hint}"], "--opd-hint-template has no effect"),
     ],
 )
 def test_contradictory_options_of_the_teacher_are_refused(words: list[str], message: str) -> None:
@@ -246,7 +306,7 @@ def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
     assert options is not None
     pool = start_pool(cluster, options.replace_spec_fields(log_dir=str(tmp_path)))
     first, second = sample(), sample()
-    with pool.serving(TEACHER, lambda urls: None) as urls:
+    with pool.serving(SERVED, lambda urls: None) as urls:
         score(lambda: nullcontext(urls), first)
         [pid] = [replica.place().pid for replica in pool.replicas]
         os.kill(pid, signal.SIGKILL)
@@ -257,3 +317,40 @@ def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
     server = psutil.Process(restarted)
     pool.stop()
     server.wait(timeout=30)
+
+
+# ---- several teachers, and hints, in the prompts ---------------------------------------------------------------------
+
+
+def test_columns_of_teacher_and_hint_become_metadata_and_the_prompt_of_the_teacher(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 {hint}?"}]
+    rows = [{"input": messages, "domain": "math", "demo": "It is {prompt} 2.", "metadata": {"n": 1}}]
+    rows += [{"input": "2 + 2", "domain": "code", "demo": 4}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"opd_teacher_key": "domain", "opd_hint_key": "demo", "opd_hint_template": "{prompt}\n{hint}"}
+    config = RolloutConfig(prompt_data=[str(path)], **options)
+    prompts, _ = PromptSource.open(config).take(PromptSource.open(config).restore(None), 2, None)
+    assert [prompt.metadata for prompt in prompts] == [
+        {"n": 1, TEACHER: "math", HINT: "It is {prompt} 2."},
+        {TEACHER: "code", HINT: "4"},
+    ]
+    hinted = [add_hint(prompt, config.opd_hint_template) for prompt in prompts]
+    assert hinted == [[messages[0], {"role": "user", "content": "1 + 1 {hint}?\nIt is {prompt} 2."}], "2 + 2\n4"]
+    assert prompts[0].content == messages, "the policy's prompt is not changed"
+
+    path.write_text(json.dumps({"input": "3", "domain": "math", "demo": ""}) + "\n")
+    with pytest.raises(DataError, match="column 'demo' is empty"):
+        PromptSource.open(config)
+    path.write_text(json.dumps({"input": "3", "domain": "math"}) + "\n")
+    with pytest.raises(DataError, match=r"has no column 'demo'.*--opd-hint-key"):
+        PromptSource.open(config)
+
+
+def test_prompts_that_name_an_unknown_teacher_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input": "1", "domain": "math"}\n{"input": "1", "domain": "law"}\n')
+    words = [*WORDS, "--prompt-data", str(path), "--opd-teacher-key", "domain", "--opd-teacher-loads", "math=x"]
+    check_teacher_names(parse_config([*words, "law=y"]))
+    with pytest.raises(DataError, match=r"names the teacher 'law' .* but the run has code, math"):
+        check_teacher_names(parse_config([*words, "code=y"]))

@@ -176,8 +176,14 @@ ROUNDS: list[dict[str, Any]] = [
             tis_mode="mask",
         ),
         **dict(tis_clip=1.2, tis_clip_low=0.4, entropy_coef=0.01, eps_clip_c=3.0),
+        opd={"opd_teacher_load": "base", "opd_divergence": "jsd", "opd_top_k": 5, "opd_kl_coef": 3.0},
     ),
-    dict(num_steps_per_rollout=1, micro_batch_size=4),
+    dict(
+        num_steps_per_rollout=1,
+        micro_batch_size=4,
+        log_probs_chunk_size=7,
+        opd={"opd_teacher_load": "base", "opd_divergence": "reverse_kl", "opd_kl_coef": 3.0},
+    ),
 ]
 
 
@@ -225,6 +231,7 @@ class Trainer:
         config = config_of(model, 0, case)
         self.models = build_models(MODELS[model], config)
         load_auxiliary_model(self.models, "reference", base)
+        load_auxiliary_model(self.models, "teacher", base)
         load_initial(self.models, base)
         self.engines = {
             name: engine for name in ("policy", "critic") if (engine := getattr(self.models, name)) is not None

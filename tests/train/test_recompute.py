@@ -128,6 +128,10 @@ ROUNDS: dict[str, dict[str, Any]] = {
         "opsm": {"opsm_delta": -1.0},
         **KEEP,
     },
+    "divergence from a teacher": {
+        "opd": {"opd_teacher_load": "teacher", "opd_kl_coef": 0.3, "opd_divergence": "jsd", "opd_top_k": 5},
+        **KEEP,
+    },
 }
 
 

@@ -93,11 +93,20 @@ class PolicyModel(GPTModel):
         if self.num_padded and self.post_process and self.has_lm_head and self.output_layer.weight is not None:
             self.output_layer.weight[-self.num_padded :].zero_()
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The rows of this rank's vocabulary shard in the LM head. [V / tensor-parallel ranks, H]"""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's vocabulary shard for n hidden states. [n, H] -> [n, V / tensor-parallel
         ranks]"""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return self.logits(hidden, self.head_weight)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return what `head` does, with `weight` in place of `head_weight`."""
         logits = _Fp32Linear.apply(hidden, weight) if self.fp32_head else F.linear(hidden, weight)
         if self.num_padded:
             padded = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - self.num_padded

@@ -39,11 +39,11 @@ from penstock.stages.rollout.plugins.user_sample import UserSample, as_list, che
 from penstock.stages.rollout.prompts.data_source import Group
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
-from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status
+from penstock.storage.samples.sample import TEACHER_COLUMNS, TRAIN_REWARD, Sample, Status
 
 # Fields that a hook cannot change.
 _IDENTITY = {"sample_id", "group_id", "trajectory_id", "rollout_id"}
-_FROM_ENGINES = {"policy_versions", "routed_experts", "teacher_logprobs"}
+_FROM_ENGINES = {"policy_versions", "routed_experts", "teacher_logprobs", *TEACHER_COLUMNS.names}
 _CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _IDENTITY | _FROM_ENGINES]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -24,8 +25,8 @@ from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptS
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Kind, escape_invalid_text
-from penstock.storage.errors import PluginError
-from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
+from penstock.storage.errors import DataError, PluginError
+from penstock.storage.samples.sample import ATTRIBUTES, HINT, Sample, Status
 
 Group = list[Sample]  # the samples of one prompt
 # (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> the groups of the buffer to use next
@@ -61,13 +62,22 @@ class RolloutRound:
 
 
 def new_groups(
-    prompts: Sequence[Prompt], tokenizer: PromptTokenizer, round: RolloutRound, num_samples: int
+    prompts: Sequence[Prompt],
+    tokenizer: PromptTokenizer,
+    round: RolloutRound,
+    num_samples: int,
+    hint_template: str | None = None,
 ) -> list[Group]:
     """Render and tokenize prompts; return a group of `num_samples` pending samples for each. A group's id is the number
-    of prompts that the run issued before it, so the ids are the same if a round is retried."""
-    texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
+    of prompts that the run issued before it, so the ids are the same if a round is retried. With `hint_template` the
+    samples also get the prompt with its hint, which the teacher sees."""
+    tools = [prompt.tools for prompt in prompts]
+    texts = tokenizer.render([prompt.content for prompt in prompts], tools)
+    of_teacher: list[list[int] | None] = [None] * len(prompts)
+    if hint_template is not None:
+        of_teacher = [*tokenizer.encode(tokenizer.render([add_hint(each, hint_template) for each in prompts], tools))]
     groups = []
-    for prompt, text, token_ids in zip(prompts, texts, tokenizer.encode(texts)):
+    for prompt, text, token_ids, teacher_ids in zip(prompts, texts, tokenizer.encode(texts), of_teacher):
         group_id = f"{round.id_prefix}{prompt.issue:09d}"
         samples = [
             Sample(
@@ -80,6 +90,7 @@ def new_groups(
                 token_ids=list(token_ids),
                 loss_mask=[0] * len(token_ids),
                 rollout_logprobs=[0.0] * len(token_ids),
+                teacher_prompt_ids=teacher_ids,
                 policy_versions=(round.policy_version, round.policy_version),
                 metadata={**prompt.metadata, "source": prompt.position},
             )
@@ -90,6 +101,29 @@ def new_groups(
                 sample.fail("the prompt is not valid Unicode: it has a lone surrogate")
         groups.append(samples)
     return groups
+
+
+def add_hint(prompt: Prompt, template: str) -> str | Messages:
+    """Return the content of a prompt with its hint: `template`, in which {prompt} and {hint} are replaced. In a chat
+    this becomes the last message of the user. Raises DataError if the prompt has no hint or no such message."""
+    hint = prompt.metadata.get(HINT)
+    if not isinstance(hint, str):
+        raise DataError(f"a prompt has no hint for the teacher: add the metadata {HINT!r}, or omit --opd-hint-key")
+    if isinstance(prompt.content, str):
+        return fill_template(template, prompt.content, hint)
+    messages = [dict(message) for message in prompt.content]
+    last = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    if last is None:
+        raise DataError(
+            "a prompt has no message of the user, to which --opd-hint-key adds the hint: add such a message"
+        )
+    last["content"] = fill_template(template, last["content"] or "", hint)
+    return messages
+
+
+def fill_template(template: str, prompt: str, hint: str) -> str:
+    """Return `template` with {prompt} and {hint} replaced, but not inside the inserted texts."""
+    return re.sub(r"\{(prompt|hint)\}", lambda match: prompt if match[1] == "prompt" else hint, template)
 
 
 def copy_sample(sample: Sample) -> Sample:
@@ -125,6 +159,7 @@ def without_responses(group: Group) -> Group:
         sample.loss_mask, sample.rollout_logprobs = [0] * num_prompt, [0.0] * num_prompt
         sample.response, sample.reward, sample.rewards = "", None, {}
         sample.routed_experts = sample.teacher_logprobs = None
+        sample.teacher_top_ids = sample.teacher_top_logprobs = None
         sample.status = Status.PENDING
         for name in ("policy_spans", "start_rollout_id", "error", ATTRIBUTES):
             sample.metadata.pop(name, None)
@@ -173,13 +208,17 @@ class Dataset:
     def sample(self, num_samples: int) -> list[Group]:
         """Return one group for each of the next `num_samples` prompts, and advance the data position."""
         prompts, self.state = self.prompts.take(self.state, num_samples, self.prompt_filter)
-        return new_groups(prompts, self.tokenizer, self.round, self.config.n_samples_per_prompt)
+        return self._groups(prompts)
 
     def issue(self, content: str | Messages, label: str = "", metadata: dict[str, Any] | None = None) -> Group:
         """Return a group for a prompt that is not in --prompt-data."""
         prompt = Prompt(self.state.issued, self.state.epoch, -1, -1, content, label, metadata or {})
         self.state = self.state.model_copy(update={"issued": self.state.issued + 1})
-        return new_groups([prompt], self.tokenizer, self.round, self.config.n_samples_per_prompt)[0]
+        return self._groups([prompt])[0]
+
+    def _groups(self, prompts: Sequence[Prompt]) -> list[Group]:
+        template = self.config.opd_hint_template if self.config.opd_hint_key else None
+        return new_groups(prompts, self.tokenizer, self.round, self.config.n_samples_per_prompt, template)
 
 
 class RolloutDataSource:

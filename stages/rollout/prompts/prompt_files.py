@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -80,7 +80,8 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
     """Read all rows of an entry of --prompt-data; with `config.streaming_data`, to disk. Raises DataError."""
     path, start, stop = parse_slice(entry)
     tools = "tools" if config.tool_key is None else config.tool_key or None
-    columns = Columns(config.input_key, config.label_key, config.metadata_key, tools)
+    of_teacher = config.opd_teacher_key, config.opd_hint_key
+    columns = Columns(config.input_key, config.label_key, config.metadata_key, tools, *of_teacher)
     files = _Files.find(path)
     if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
         start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
@@ -354,7 +355,7 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
         schema, read_batches = open_batches(file, _suffix(path), _BLOCK_ROWS)
         names = field_names(schema)
         check_columns(names, path, columns)
-        keys = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key]
+        keys = [key for key in astuple(columns) if key]
         found = {key: column for key in keys if (column := find_column(names, key))}
         for batch in read_batches(list({column[0]: None for column in found.values()})):
             arrays = [  # a field of a struct is null where the struct is null

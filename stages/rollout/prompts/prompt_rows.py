@@ -32,6 +32,7 @@ from pyarrow import types
 from penstock.stages.rollout.text.templates import normalize_messages, preview
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import DataError
+from penstock.storage.samples.sample import HINT, TEACHER
 
 _ROLE = re.compile(r"""["']role["']\s*:""")
 MAX_PROMPT = 4 << 20  # characters, about a million tokens; tokenizers need 200 bytes of memory for each
@@ -45,6 +46,8 @@ class Columns:
     label: str | None
     metadata: str
     tools: str | None
+    teacher: str | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,13 +143,21 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
             isinstance(prompt, list) and any(m["role"] == "assistant" for m in prompt)
         ):
             result.first_unanswered = number
-        label = _read_label(record, where, columns)
+        label = _read_text(record, where, columns.label)
         metadata = _parse_json_text(_value(record, columns.metadata), where, columns.metadata, "--metadata-key")
         if not isinstance(metadata, dict | None):
             raise DataError(
                 f"{where}: column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a "
                 "dictionary: repair the row, or name another column with --metadata-key"
             )
+        for key, name, flag in (
+            (columns.teacher, TEACHER, "--opd-teacher-key"),
+            (columns.hint, HINT, "--opd-hint-key"),
+        ):
+            if key:
+                metadata = {**(metadata or {}), name: _read_text(record, where, key)}
+                if not metadata[name]:
+                    raise DataError(f"{where}: column {key!r} is empty: fill it, or name another column with {flag}")
         row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata or {})]
         tools = None
         if columns.tools:
@@ -185,9 +196,10 @@ def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
 
 
 def check_columns(record: Mapping[str, Any], where: str, columns: Columns) -> None:
-    """Check that a record has the columns of prompt and label. `where`: its file and row, for messages. Raises
-    DataError."""
-    for key, flag in ((columns.prompt, "--input-key"), (columns.label, "--label-key")):
+    """Check that a record has the columns of prompt, label, teacher and hint. `where`: its file and row, for messages.
+    Raises DataError."""
+    of_teacher = ((columns.teacher, "--opd-teacher-key"), (columns.hint, "--opd-hint-key"))
+    for key, flag in ((columns.prompt, "--input-key"), (columns.label, "--label-key"), *of_teacher):
         if key and find_column(record, key) is None:
             inner = record.get(key.partition(".")[0])
             names = [f"{key.partition('.')[0]}.{name}" for name in inner] if isinstance(inner, dict) else list(record)
@@ -232,16 +244,16 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
     return prompt
 
 
-def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
-    """Return the label as text; a label that is missing (null, NaN) is empty."""
-    label = _value(record, columns.label) if columns.label else None
-    if label is None or (isinstance(label, float) and math.isnan(label)):
+def _read_text(record: dict[str, Any], where: str, key: str | None) -> str:
+    """Return the value of a column as text; a value that is missing (null, NaN) is empty."""
+    value = _value(record, key) if key else None
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    if isinstance(label, str):
-        return label
-    if isinstance(label, Decimal):
-        return format(label, "f")
-    return _to_json(label, where, columns.label, separators=None, allow_nan=False)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    return _to_json(value, where, key, separators=None, allow_nan=False)
 
 
 def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:

@@ -49,7 +49,7 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
         estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
         estimate = estimator(experience, kl_penalty, config)
         estimate = replace(estimate, metrics=estimate.metrics | metrics)
-    if config.opd is not None:
+    if config.opd is not None and not config.distills_vocabulary:
         policy = experience.policy_logprobs(config.use_rollout_logprobs)
         estimate = subtract_teacher_kl(estimate, policy, experience.teacher_logprobs, config.opd.opd_kl_coef)
     if config.normalize_advantages:

@@ -59,6 +59,7 @@ class TokenFields:
     returns: Tensor | None = None  # [n] targets of the critic
     values: Tensor | None = None  # [n] values of the critic before its update
     pg_scale: Tensor | None = None  # [n] weight in the policy-gradient loss / weight in the other terms
+    divergence: Tensor | None = None  # [n] from the teacher, with gradient (--opd-divergence)
 
 
 @dataclass(frozen=True)

@@ -28,23 +28,43 @@ def token_logprobs(
     chunk_size: int = 1024,
     group: dist.ProcessGroup | None = None,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:  # [N] log-probs, [N] entropies; float32 or wider
+) -> tuple[Tensor, ...]:  # [N] log-probs, [N] entropies; float32 or wider
     """Return the log-probs of `targets`, and the entropies of the full distributions, in nats, at `temperature`. The
     results are part of the autograd graph even for N = 0."""
 
-    def compute_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _LogProbs.apply(head(hidden), targets, temperature, group, entropy_gradient)
-        return logprobs, entropy
+    def compute_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return logits_logprobs(head(hidden), targets, temperature, group, entropy_gradient)
 
-    chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
+    return in_chunks(compute_chunk, chunk_size, hidden, targets)
+
+
+def logits_logprobs(
+    logits: Tensor,  # [t, V / group size]
+    targets: Tensor,  # [t]
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    entropy_gradient: bool,
+) -> tuple[Tensor, ...]:  # [t] log-probs, [t] entropies
+    """Return the log-probs and entropies of `token_logprobs` from the logits of a chunk."""
+    result: tuple[Tensor, ...] = _LogProbs.apply(logits, targets, temperature, group, entropy_gradient)
+    return result
+
+
+def in_chunks(
+    compute_chunk: Callable[..., tuple[Tensor, ...]], chunk_size: int, *inputs: Tensor
+) -> tuple[Tensor, ...]:  # [N] each
+    """Return the results of `compute_chunk`, called for chunks of the rows of `inputs` ([N, ...] each); the backward
+    pass calls it again."""
+    chunks = list(zip(*(tensor.split(chunk_size) for tensor in inputs), strict=True))
     # the backward pass begins with the last chunk: keeping its logits until then does not raise the peak memory
     recompute = [torch.is_grad_enabled()] * (len(chunks) - 1) + [False]
     results = [
-        checkpoint(compute_chunk, h, t, use_reentrant=False, preserve_rng_state=False) if again else compute_chunk(h, t)
-        for (h, t), again in zip(chunks, recompute, strict=True)
+        checkpoint(compute_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        if again
+        else compute_chunk(*chunk)
+        for chunk, again in zip(chunks, recompute, strict=True)
     ]
-    logprobs, entropies = zip(*results, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 class _LogProbs(torch.autograd.Function):
@@ -63,7 +83,7 @@ class _LogProbs(torch.autograd.Function):
         local = targets - (0 if group is None else dist.get_rank(group) * columns)
         here = (local >= 0) & (local < columns)
         local = local.clamp(0, columns - 1)
-        at_target = torch.where(here, _scale_logits(logits.gather(-1, local[:, None])[:, 0], temperature), 0.0)
+        at_target = torch.where(here, scale_logits(logits.gather(-1, local[:, None])[:, 0], temperature), 0.0)
         max_x, sum_exp, sum_x_exp = softmax_sums(logits, temperature)
         if group is not None:
             max_x, sum_exp, sum_x_exp, at_target = _combine_vocab_slices(max_x, sum_exp, sum_x_exp, at_target, group)
@@ -116,7 +136,7 @@ def softmax_sums(
         from penstock.stages.train.algorithms import softmax_kernels
 
         return softmax_kernels.softmax_sums(logits, temperature)
-    x = _scale_logits(logits, temperature)
+    x = scale_logits(logits, temperature)
     max_x = x.amax(-1)
     x = x - max_x[:, None]
     exp = x.exp()
@@ -139,7 +159,7 @@ def softmax_gradient(
         from penstock.stages.train.algorithms import softmax_kernels
 
         return softmax_kernels.softmax_gradient(logits, temperature, max_x, scale, slope, columns, at_columns)
-    x = _scale_logits(logits, temperature) - max_x[:, None]
+    x = scale_logits(logits, temperature) - max_x[:, None]
     if slope is None:
         gradient = x.exp_().mul_(scale[:, None])
     else:
@@ -147,7 +167,7 @@ def softmax_gradient(
     return gradient.scatter_add_(-1, columns[:, None], at_columns[:, None]).to(logits.dtype)
 
 
-def _scale_logits(logits: Tensor, temperature: float) -> Tensor:
+def scale_logits(logits: Tensor, temperature: float) -> Tensor:
     """Return logits / temperature in float32 or wider; may return `logits` itself."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1.0 else wide / temperature

@@ -35,9 +35,10 @@ def policy_loss(
     samples: SegmentReducer,
     config: AlgorithmConfig,
 ) -> LossAndMetrics:
-    """Return importance weight x policy-gradient loss - entropy bonus + KL to the reference.
+    """Return importance weight x policy-gradient loss - entropy bonus + KL to the reference + divergence from a
+    teacher.
 
-    A correction that rejects tokens (--tis-veto) masks them in all three terms. The loss is not renormalized, so
+    A correction that rejects tokens (--tis-veto) masks them in all four terms. The loss is not renormalized, so
     rejecting tokens shrinks the gradient.
     """
     use_engine = config.use_rollout_logprobs
@@ -61,6 +62,10 @@ def policy_loss(
         if config.kl_loss_coef:
             loss = loss + config.kl_loss_coef * kl * mask
         metrics |= {"train/kl_loss": kl, "rollout/ref_log_probs": fields.ref_logprobs}
+
+    if fields.divergence is not None and config.opd is not None:
+        loss = loss + config.opd.opd_kl_coef * fields.divergence * mask
+        metrics["train/opd_divergence"] = fields.divergence
 
     return loss, metrics | {
         "train/pg_loss": pg_loss,

@@ -1,6 +1,7 @@
-"""Registries of advantage estimators and policy losses. The configuration imports them, so torch is not imported here.
+"""Registries of advantage estimators, policy losses and divergences from a teacher. The configuration imports them, so
+torch is not imported here.
 
-To add an estimator or a policy loss, write a function in a file of this folder and add a row here.
+To add one, write a function in a file of this folder and add a row here.
 """
 
 from __future__ import annotations
@@ -54,4 +55,10 @@ POLICY_LOSSES = {
     "gmpo": PolicyLoss(f"{_HERE}.losses:gmpo_loss", ("eps_clip", "eps_clip_high")),
     "dppo_tv": PolicyLoss(f"{_HERE}.losses:dppo_tv_loss", ("eps_clip", "eps_clip_high", "eps_clip_c")),
     "dppo_kl": PolicyLoss(f"{_HERE}.losses:dppo_kl_loss", ("eps_clip", "eps_clip_high", "eps_clip_c")),
+}
+
+DIVERGENCES = {  # --opd-divergence -> pkg.module:name of a function (log p, log q [t, outcomes], beta) -> Terms
+    "forward_kl": f"{_HERE}.divergences:forward_kl",
+    "reverse_kl": f"{_HERE}.divergences:reverse_kl",
+    "jsd": f"{_HERE}.divergences:jsd",
 }

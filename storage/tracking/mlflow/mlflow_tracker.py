@@ -22,7 +22,6 @@ from mlflow.entities import LoggedModelInput, Param, RunTag
 from mlflow.utils import mlflow_tags
 
 from penstock.storage.commit import (
-    ORIGINS,
     CheckpointRef,
     Commit,
     RunKeys,
@@ -32,6 +31,7 @@ from penstock.storage.commit import (
 )
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.secrets import redact_url
+from penstock.storage.store import origin_roles
 from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
 from penstock.storage.tracking.mlflow.mlflow_overview import (
     ROUNDS,
@@ -151,7 +151,7 @@ class RunPage:
     # ---- models that the run started with ----------------------------------------------------------------------------
 
     def log_origins(self, main_run: str, commits: RunCommits) -> None:
-        """Log the models that the run started with (ORIGINS), unless they are logged or not known yet."""
+        """Log the models that the run started with (`origin_roles`), unless they are logged or not known yet."""
         store = self.runs.run.store
         if self.base_model is not None:
             return
@@ -159,7 +159,7 @@ class RunPage:
             if base := commits.commits["model"].get(0):
                 self._log_origin(main_run, "base", *base)
             return
-        for role in ORIGINS:
+        for role in origin_roles(store, RunKeys(self.runs.run.name)):
             model = store.read_record(CheckpointRef, RunKeys(self.runs.run.name).origin_key(role))
             commit = store.read_record(Commit, model.key) if model else None
             if model is not None and commit is not None:
