@@ -111,6 +111,7 @@ def test_invalid_data_sets_are_refused(given: object, message: str) -> None:
 
 def test_missing_settings_are_inherited_from_the_rollout() -> None:
     fixed = {"prompt_data": ["x.jsonl"], "rollout_shuffle": False, "n_samples_per_prompt": 1, "group_rm": False}
+    fixed |= {"opd_teacher_key": None, "opd_hint_key": None}  # an evaluation has no teacher
     assert EvalConfig().rollout_overrides("x.jsonl") == fixed
     said = EvalConfig(
         eval_temperature=0.0, eval_top_p=0.7, n_samples_per_eval_prompt=16, eval_max_response_len=9

@@ -141,7 +141,7 @@ def test_link_is_printed_to_a_terminal_and_otherwise_written_to_a_private_file(
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     assert watch.main(["r", "--store", store.root]) == 0
-    path = Path(out.getvalue().split()[-1])
+    path = Path(out.getvalue().partition("the file ")[2].partition(": ")[0])
     assert "/open/" not in out.getvalue() and path.stat().st_mode & 0o777 == 0o600
     assert "/open/" in path.read_text() and path.read_text().endswith("?run=r")
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())

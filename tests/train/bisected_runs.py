@@ -42,7 +42,7 @@ class TinyEngine:
     data_parallel_rank_and_size = (0, 1)
     tensor_group = context_group = lora = peak_flops = None
     device = torch.device("cpu")
-    shape = SimpleNamespace(train_flops=lambda tokens, squares, frozen=False: float(tokens))
+    shape = SimpleNamespace(train_flops=lambda tokens, *_, **__: float(tokens))
 
     def __init__(self) -> None:
         self.start(0)
@@ -78,9 +78,9 @@ class TinyEngine:
             outputs.append(output)
         return outputs
 
-    def optimizer_step(self) -> tuple[bool, float, float]:
+    def optimizer_step(self) -> tuple[bool, float, list[float]]:
         self.optimizer.step()
-        return True, 0.0, LR
+        return True, 0.0, [LR]
 
     def answer_probabilities(self) -> np.ndarray:  # [PROMPTS, ANSWERS]
         with torch.no_grad():

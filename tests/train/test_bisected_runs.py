@@ -66,7 +66,7 @@ def test_influence_is_the_inner_product_of_gradients(tmp_path: Path, monkeypatch
     run.policy.save_checkpoint(before)
     step = TinyEngine.optimizer_step
 
-    def small_step(engine: TinyEngine) -> tuple[bool, float, float]:
+    def small_step(engine: TinyEngine) -> tuple[bool, float, list[float]]:
         engine.optimizer.param_groups[0]["lr"] = 1e-2
         return step(engine)
 
