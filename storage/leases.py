@@ -115,13 +115,17 @@ def describe_lease_holder(
         of_driver: the lease of a process on this machine does not expire while the process lives.
         is_here: return None unless the process lives on this machine.
     """
-    modified, data = store.modified(key), store.read(key)
-    if modified is None or data is None:
-        return None
+    modified, process = store.modified(key), dict[str, Any]()
     try:
-        process: dict[str, Any] = json.loads(data)
-    except ValueError:  # written incompletely on a full disk; its modification time is still valid
-        process = {}
+        data = store.read(key)
+        if modified is None or data is None:
+            return None
+        process = json.loads(data)
+    except ValueError:
+        pass  # written incompletely on a full disk; its modification time is still valid
+    except StoreError as error:  # so is that of an object with a wrong checksum, whose renewal was stored in part
+        if type(error.__cause__).__name__ != "FlexibleChecksumError":
+            raise
     here = _machine_identity()
     age = now - modified
     if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:

@@ -128,7 +128,9 @@ def test_each_sample_is_scored_by_the_teacher_that_its_prompt_names(server: Serv
         urls = {"math": server.address + "/", "code": other.address}
         rows = [sample(metadata={TEACHER: name}, token_ids=[5, 6, 7, i]) for i, name in enumerate(["math", "code"] * 2)]
         score(None, *rows, opd_teacher_urls=urls)
-        assert [sorted(ids[3] for [ids] in (body["input_ids"] for body in each.bodies)) for each in (server, other)] == [
+        assert [
+            sorted(ids[3] for [ids] in (body["input_ids"] for body in each.bodies)) for each in (server, other)
+        ] == [
             [0, 2],
             [1, 3],
         ]

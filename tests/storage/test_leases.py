@@ -298,3 +298,28 @@ def test_the_command_uses_the_stores_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert gc_main(["--delete", "--store", store.root]) == 0
     assert store.exists(f"{PREFIX}/attempt-x/part"), capsys.readouterr().out
     assert isinstance(find_orphans(store, older_than=0)[0], Orphan)
+
+
+def test_a_damaged_lease_counts_until_it_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that keeps half of a renewal answers every reading with a wrong checksum, also after the holder's end."""
+
+    class FlexibleChecksumError(Exception):
+        """As in botocore."""
+
+    def fails(cause: type[Exception]) -> None:
+        def read(key: str) -> bytes:
+            raise StoreError("accessing the lease failed 7 times") from cause("Expected checksum")
+
+        monkeypatch.setattr(store, "read", read)
+
+    store = Store(str(tmp_path))
+    lease = Lease(store, "runs/r/drivers/1.lease")
+    lease.stop_renewing()
+    now = store_time(store)
+    fails(FlexibleChecksumError)
+    assert "process ?" in str(describe_lease_holder(store, lease.key, now))
+    assert describe_lease_holder(store, lease.key, now, is_here=True) is None
+    assert describe_lease_holder(store, lease.key, now + leases.TTL + 10) is None
+    fails(ConnectionError)
+    with pytest.raises(StoreError):
+        describe_lease_holder(store, lease.key, now)
