@@ -138,7 +138,7 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
     try:
-        until(lambda: "Ctrl-C" in log.read_text() or process.poll() is not None, log)
+        until(lambda: "`penstock down`" in log.read_text() or process.poll() is not None, log)
         text = log.read_text()
         assert process.poll() is None, text
         for link in re.findall(r"http://\S+", text)[:2]:
