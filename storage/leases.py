@@ -115,10 +115,11 @@ def describe_lease_holder(
         of_driver: the lease of a process on this machine does not expire while the process lives.
         is_here: return None unless the process lives on this machine.
     """
-    modified, process = store.modified(key), dict[str, Any]()
+    if (modified := store.modified(key)) is None:
+        return None
+    process: dict[str, Any] = {}
     try:
-        data = store.read(key)
-        if modified is None or data is None:
+        if (data := store.read(key)) is None:
             return None
         process = json.loads(data)
     except ValueError:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -45,7 +46,11 @@ def status(url: str, key: str | None = None, *, post: bool = False) -> int:
 
 
 def command_lines() -> str:
-    return " ".join(word for process in psutil.Process().children(recursive=True) for word in process.cmdline())
+    words = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
+            words += process.cmdline()
+    return " ".join(words)
 
 
 def test_each_server_gets_only_its_own_key_also_through_the_router(tmp_path: Path) -> None:
