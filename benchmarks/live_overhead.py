@@ -75,7 +75,7 @@ def main() -> int:
         num_rounds = WARM_UP_ROUNDS + 2 * options.pairs * options.rounds + 1
         config = tiny_config(root, run={"run": KEYS.run, "store": str(root / "store"), "num_rollout": num_rounds})
         figures: dict[str, Any] = {}
-        with PageServer(WatchedRuns([store := open_store(config.run)]).respond) as server, browser(root) as page:
+        with PageServer(WatchedRuns([store := open_store(config.run)]).respond) as server, browser() as page:
             switch = Switch(page)
             arguments = (store, server.link(f"run={KEYS.run}"), switch, options.pairs, options.rounds, figures)
             thread = threading.Thread(target=measure, args=arguments, daemon=True)

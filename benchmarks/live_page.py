@@ -58,7 +58,7 @@ def main() -> None:
         with PageServer(WatchedRuns([store]).respond) as server:
             figures = measure_server(server, store, keys, options)
             if installed_browser() is not None:
-                figures["browser"] = measure_browser(server, Path(scratch))
+                figures["browser"] = measure_browser(server)
         lease.release()
     print(json.dumps({"rounds": options.rounds, "num_samples": options.rounds * options.samples, **figures}, indent=1))
 
@@ -149,9 +149,9 @@ def measure_server(server: PageServer, store: Store, keys: RunKeys, options: arg
     return figures | {"samples_bytes": len(body)}
 
 
-def measure_browser(server: PageServer, scratch: Path) -> dict[str, float]:
+def measure_browser(server: PageServer) -> dict[str, float]:
     """Return the milliseconds of refreshes in a browser: the first one, and the median of the following ones."""
-    with browser(scratch) as page:
+    with browser() as page:
         page.open(server.link("run=bench"))
         page.wait_for("performance.getEntriesByName('refresh').length > 3")
         times = page.evaluate("performance.getEntriesByName('refresh').map(entry => entry.duration)")

@@ -54,7 +54,7 @@ def main() -> None:
         seconds = time.monotonic() - start
         path = Path(scratch, "bench.html")
         path.write_text(page, encoding="utf-8")
-        measured = [open_report(path, Path(scratch, f"browser-{i}")) for i in range(options.repeats)]
+        measured = [open_report(path) for _ in range(options.repeats)]
         figures = {name: round(statistics.median(times[name] for times in measured), 3) for name in measured[0]}
         print(
             json.dumps(
@@ -135,10 +135,9 @@ def make_sample(rng: random.Random, r: int, k: int) -> Sample:
     )
 
 
-def open_report(path: Path, directory: Path) -> dict[str, float]:
-    """Return the seconds until parts of the page can be used, in a fresh browser."""
-    directory.mkdir()
-    with browser(directory) as page:
+def open_report(path: Path) -> dict[str, float]:
+    """Return the seconds until parts of the page can be used, in a fresh browser context."""
+    with browser() as page:
         page.open(path.as_uri())
         page.wait_for("document.documentElement.dataset.ready === 'samples'")
         marks = page.evaluate(
