@@ -168,12 +168,14 @@ def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]
     return function
 
 
-def hash_function_files(configs: Sequence[Any]) -> dict[str, str]:
-    """Return the SHA-256 of each file that defines a function of the user: name of the option -> hash. Modules, whose
-    code may be in many files, are left out."""
-    given = {name: getattr(config, name) for config in configs for name in DEFAULT_NAMES if getattr(config, name, None)}
-    files = {name: Path(path.partition(".py:")[0].removesuffix(".py") + ".py") for name, path in given.items()}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
+def hash_source(path: str) -> str:
+    """Return the SHA-256 of the source file of the function that a path names, or "" if it is in no file."""
+    module = path.rpartition(":")[0] or (path if path.endswith(".py") else path.rpartition(".")[0])
+    if not module.endswith(".py"):
+        spec = importlib.util.find_spec(module) if module else None
+        module = (spec.origin or "") if spec else ""
+    source = Path(module)
+    return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
 
 
 def with_function_name(path: str, default_name: str) -> str:

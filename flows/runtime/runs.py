@@ -32,7 +32,7 @@ from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import device_counts
-from penstock.stages.plugins import hash_function_files
+from penstock.stages.plugins import DEFAULT_NAMES, hash_source
 from penstock.stages.train.reuse import Reuse
 from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import InputError, RunError, StoreError
@@ -475,13 +475,15 @@ class ActiveRun:
     def record_start(self, flow_run: str) -> None:
         """Record that this start begins. `flow_run`: URL or id of its flow run in Prefect."""
         trainer_devices, engine_devices, colocated = device_counts(self.flow, self.config)
+        sections = self.config.rollout, self.config.train
+        given = [(name, getattr(section, name, None)) for section in sections for name in DEFAULT_NAMES]
         start = Start(
             at=self.started_at,
             host=socket.gethostname(),
             user=login_name(),
             flow_run=flow_run,
             code_version=code_version(),
-            functions=hash_function_files((self.config.rollout, self.config.train)),
+            functions={name: hash_source(path) for name, path in given if path},
             trainer_devices=trainer_devices,
             engine_devices=engine_devices,
             colocated=colocated,

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.stages.eval.scores import compute_eval_metrics, group_by_prompt
+from penstock.stages.plugins import hash_source
 from penstock.stages.rewards.builtin import answer_text
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome
@@ -76,7 +76,7 @@ class Regrading:
     @property
     def hash(self) -> str:
         """Return the hash that names the result: of the options, and of the file of a user-defined reward."""
-        parts = [self.scoring, _source_digest(self.scoring["custom_rm_path"])]
+        parts = [self.scoring, hash_source(self.scoring["custom_rm_path"] or "")]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -263,7 +263,7 @@ DETECTORS: dict[str, Detector] = {
 
 def detector_metrics(name: str, values: np.ndarray, rewards: Sequence[np.ndarray], groups: np.ndarray) -> Metrics:
     """Return the mean of a detector's values [B] over a round, and their correlation with the old and the new rewards
-    [B] within the groups (prompts); if values or rewards do not vary there, there is no correlation."""
+    [B] within the groups (prompts). Without variation within the groups the correlation is left out."""
     metrics = {f"{name}/mean": float(values.mean())}
     for title, of_samples in zip(("old_correlation", "correlation"), rewards):
         graded = ~np.isnan(of_samples)
@@ -273,16 +273,3 @@ def detector_metrics(name: str, values: np.ndarray, rewards: Sequence[np.ndarray
         norm = math.sqrt(float(x @ x) * float(y @ y))
         metrics |= {f"{name}/{title}": float(x @ y) / norm} if norm > 1e-12 else {}
     return metrics
-
-
-def _source_digest(path: str | None) -> str:
-    """Return the hash of the source file of a user-defined function, or "" without a function or file."""
-    if path is None:
-        return ""
-    module = path.rpartition(":")[0] or (path if path.endswith(".py") else path.rpartition(".")[0])
-    file = module
-    if not module.endswith(".py"):
-        spec = find_spec(module)
-        file = (spec.origin or "") if spec else ""
-    source = Path(file)
-    return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
