@@ -51,6 +51,21 @@ class PromptConfig(StageConfig):
     """Column with tool definitions (a list of JSON schemas, or JSON text) for the chat template. Default: `tools`; '':
     tools are not read. Rows without the column have no tools."""
 
+    multimodal_keys: dict[str, str] = option(default_factory=dict)
+    """Column of the images of a row, as JSON: '{"image": "images"}'. It has a list of paths, files as bytes, or
+    dictionaries with `bytes` and `path`; the texts of the prompt have one placeholder `<image>` for each."""
+
+    image_min_pixels: int | None = option(None, ge=1)
+    """Images with fewer pixels are enlarged. Default: the bound in the model's preprocessor_config.json."""
+
+    image_max_pixels: int | None = option(None, ge=1)
+    """Images with more pixels are reduced, to bound their number of tokens. Default: the bound in the model's
+    preprocessor_config.json."""
+
+    image_roots: OneOrMore = option(default_factory=list, mutability="placement")
+    """Directories and fsspec URIs from which images may be read; relative paths are looked up in the first one.
+    Default: the directory of the prompt file."""
+
     apply_chat_template: bool = option(False)
     """Render prompts with the tokenizer's chat template; a plain-text prompt becomes one user message."""
 

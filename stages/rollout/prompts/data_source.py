@@ -99,6 +99,7 @@ def copy_sample(sample: Sample) -> Sample:
         token_ids=list(sample.token_ids),
         loss_mask=list(sample.loss_mask),
         rollout_logprobs=list(sample.rollout_logprobs),
+        images=list(sample.images),
         teacher_logprobs=None if sample.teacher_logprobs is None else list(sample.teacher_logprobs),
         rewards=dict(sample.rewards),
         metadata=copy.deepcopy(sample.metadata),
