@@ -49,6 +49,20 @@ def write_blobs(store: FileStore, contents: Iterable[bytes]) -> list[str]:
     return [digest for digest, _ in named]
 
 
+def blob_sizes(store: FileStore, digests: Iterable[str]) -> dict[str, int]:
+    """Return digest -> bytes of blobs that the store must have. Raises StoreError if one is missing."""
+    names = sorted(set(digests))
+    sizes = {}
+    for digest, size in zip(names, map_in_threads(lambda name: store.size(blob_key(name)), names, NUM_REQUESTS)):
+        if size is None:
+            raise StoreError(
+                f"{store.path(blob_key(digest))}, an image of a sample, is missing (`penstock gc` may have deleted "
+                "it): rerun the stage, which writes the images of its prompts again"
+            )
+        sizes[digest] = size
+    return sizes
+
+
 def read_blob(store: FileStore, digest: str) -> bytes:
     """Return the content of a blob. Raises StoreError if it is missing or damaged."""
     content = store.read(blob_key(digest))

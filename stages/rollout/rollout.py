@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
@@ -71,6 +72,7 @@ from penstock.stages.rollout.prompts.data_source import (
 )
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.blobs import blob_sizes
 from penstock.storage.commit import BUFFER, Commit, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
@@ -423,6 +425,7 @@ def commit_samples(
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
-    commit = store.commit(prefix, Commit(files=out.files, seconds=seconds, summary=summary(), **fields))
+    blobs = blob_sizes(store, chain.from_iterable(sample.images for sample in [*samples, *buffer]))
+    commit = store.commit(prefix, Commit(files=out.files, blobs=blobs, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit
