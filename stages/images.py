@@ -15,7 +15,7 @@ import importlib
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from importlib.metadata import version
@@ -121,6 +121,12 @@ def _has_orientation(image: Image.Image) -> bool:
 # ---- patches ---------------------------------------------------------------------------------------------------------
 
 
+def read_image_token_id(directory: Path) -> int | None:
+    """Return the id of the image token of the checkpoint in `directory`; None for a text model. Raises ModelError."""
+    path = directory / "config.json"
+    return _read_json(path).get("image_token_id") if path.exists() else None
+
+
 @dataclass(frozen=True)
 class ProcessedImages:
     """The images of one or several samples, in the order of their tokens, as the vision tower reads them."""
@@ -207,6 +213,12 @@ class ImageProcessor:
             beta = math.sqrt(self.min_pixels / (height * width))
             rows, columns = math.ceil(height * beta / factor), math.ceil(width * beta / factor)
         return rows * columns
+
+    @classmethod
+    def from_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Self:
+        """Return the processor with a recorded fingerprint, but with the libraries of this machine."""
+        values = {field.name: fingerprint[field.name] for field in fields(cls)}
+        return cls(**values | {name: tuple(values[name]) for name in ("image_mean", "image_std")})
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the name, options and library versions on which the bits of `load_image` and `process` depend."""

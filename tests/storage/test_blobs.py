@@ -1,5 +1,6 @@
 """Images in a store: blobs are written once, verified, kept while any run lists them, and then deleted."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ KEYS = RunKeys("r")
 IMAGES = [b"first picture", b"second picture", b"third picture"]
 NAMES = [digest_of(image) for image in IMAGES]
 ROUNDS = 3
-STORES = pytest.mark.parametrize("kind", ["local"])
+STORES = pytest.mark.parametrize("kind", ["local", "s3"])
 
 
 def add_images(store: Store, keys: RunKeys, rollout_id: int, images: list[bytes]) -> None:
@@ -140,6 +141,9 @@ def test_gc_deletes_only_images_that_no_commit_lists(store: Store, capsys: pytes
     gc(store)
     assert "unused images" in capsys.readouterr().out and blobs_in(store) == sorted(NAMES)
     assert find_orphans(store, older_than=3600) == [], "the image is younger"
+    [old, _] = write_blobs(store, [b"old", b"young"])
+    os.utime(store.path(blob_key(old)), (0, 0))
+    assert [orphan.files for orphan in find_orphans(store, older_than=3600)] == [(blob_key(old),)]
     assert find_orphans(store, "r", older_than=0) == [], "blobs belong to no run"
     gc(store, "--delete")
     assert blobs_in(store) == sorted(NAMES[:2])
