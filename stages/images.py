@@ -26,10 +26,11 @@ import numpy as np
 import PIL
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
+from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, ModelError
 
 # Other formats of Pillow are refused: EPS starts another program, and many are rarely tested decoders.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_BYTES = 64 << 20  # of an image file
 MAX_SOURCE_PIXELS = 1 << 26  # 8192 x 8192, 192 MiB in memory; a larger image is refused as a decompression bomb
 MAX_ASPECT_RATIO = 200  # of the Qwen processors
@@ -162,7 +163,7 @@ class ImageProcessor:
         options = _read_json(file)
         options = options.get("image_processor", options)
         kind = options.get("image_processor_type")
-        if kind not in _PROCESSORS or "image_token_id" not in config:
+        if kind not in _PROCESSORS or config.get("image_token_id") is None:
             raise ModelError(
                 f"{file} has the image processor {kind!r}, and config.json the image token "
                 f"{config.get('image_token_id')!r}; prompts with images need {_PROCESSORS[0]} and an image_token_id: "
@@ -247,6 +248,13 @@ class ImageProcessor:
         )
 
 
+def fingerprint_of_images(rollout: Commit) -> dict[str, Any]:
+    """Return the part of a numerics fingerprint that the images of a rollout add: {} if it has none, otherwise its
+    processor with the libraries of this process."""
+    recorded = rollout.state.get("image_processor")
+    return {"images": ImageProcessor.from_fingerprint(recorded).fingerprint()} if recorded else {}
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -255,7 +263,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         reason = "it is not a JSON object"
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-    raise ModelError(f"{path} is needed for prompts with images and cannot be read ({reason}): restore the file")
+    raise ModelError(
+        f"{path}, which prompts with images need, cannot be read ({reason}): use a Qwen2-VL, Qwen2.5-VL or Qwen3-VL "
+        "checkpoint with this file"
+    )
 
 
 def expand_image_tokens(

@@ -122,6 +122,11 @@ class PromptConfig(StageConfig):
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
+        keys = self.multimodal_keys
+        yield (
+            keys and (set(keys) != {"image"} or not keys["image"]),
+            f'--multimodal-keys {json.dumps(keys)}: only images are supported: give \'{{"image": "COLUMN"}}\'',
+        )
         weights = self.prompt_data_weights
         yield (
             weights and len(weights) != len(self.prompt_data),

@@ -199,11 +199,11 @@ CALL_FORMS: tuple[CallForm, ...] = ((False, ""), (False, None), (True, ""), (Tru
 IMAGE_KEYS = ("image", "image_url", "bytes", "path", "url")  # keys of an image part that may hold the image
 
 
-def normalize_messages(messages: Any, images: list[Any] | None = None) -> Messages:
+def normalize_messages(messages: Any, images: list[Any] | None = None, *, keeps_places: bool = False) -> Messages:
     """Return messages whose content is text, or null if they have tool calls, or, if they have images, a list of parts
     `{"type": "text", "text": ...}` and `{"type": "image"}`. Text parts are joined, and null fields, which Parquet adds,
     are removed. The image of every image part is appended to `images`, or None if the part has none; without `images`,
-    such parts must be without an image. Raises DataError."""
+    image parts are refused, but with `keeps_places` parts without an image are kept. Raises DataError."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{preview(messages)} has no messages: give a list of messages with role and content")
     result = []
@@ -213,7 +213,13 @@ def normalize_messages(messages: Any, images: list[Any] | None = None) -> Messag
         fields = {key: value for key, value in message.items() if value is not None}
         calls = fields.pop("tool_calls", None) or []
         where = f"message {number} ({message['role']})"
-        fields["content"] = _normalize_content(fields.get("content"), where, images, has_calls=bool(calls))
+        content = fields.get("content")
+        if content is None or content == []:
+            if not calls:
+                raise DataError(f'{where} has no content: add the text, or "" if the message is empty')
+            fields["content"] = None
+        else:
+            fields["content"] = _normalize_content(content, where, images, keeps_places)
         if isinstance(fields["content"], list) and message["role"] == "assistant":
             raise DataError(f"{where} has an image, but a model generates only text: remove the image")
         if calls:
@@ -241,12 +247,8 @@ def convert_tool_calls(messages: Messages, form: CallForm) -> Messages:
 
 
 def _normalize_content(
-    content: Any, where: str, images: list[Any] | None, *, has_calls: bool
-) -> str | list[dict[str, Any]] | None:
-    if content is None or content == []:
-        if has_calls:
-            return None
-        raise DataError(f'{where} has no content: add the text, or "" if the message is empty')
+    content: Any, where: str, images: list[Any] | None, keeps_places: bool
+) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
@@ -257,10 +259,11 @@ def _normalize_content(
             parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
         elif is_text:
             parts.append({"type": "text", "text": part["text"]})
-        elif part.get("type") in ("image", "image_url") and (images is not None or part == {"type": "image"}):
+        elif keeps_places and part == {"type": "image"}:
+            parts.append(part)
+        elif part.get("type") in ("image", "image_url") and images is not None:
             parts.append({"type": "image"})
-            if images is not None:
-                images.append(next((part[key] for key in IMAGE_KEYS if key in part), None))
+            images.append(next((part[key] for key in IMAGE_KEYS if key in part), None))
         else:
             raise DataError(
                 f"the content of {where} is {preview(content)}, but only text "

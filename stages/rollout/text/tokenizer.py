@@ -137,7 +137,7 @@ class PromptTokenizer:
         and without `step_loss_mask`, which is not for the template. Raises DataError."""
         messages = [
             {key: value for key, value in message.items() if key != STEP_LOSS_MASK}
-            for message in normalize_messages(messages)
+            for message in normalize_messages(messages, keeps_places=True)
         ]
         if any("tool_calls" in message for message in messages):
             variables = json.dumps(self._variables(options), sort_keys=True, default=str)
