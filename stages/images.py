@@ -53,7 +53,11 @@ def load_image(data: bytes) -> np.ndarray:  # [H, W, 3] uint8
     of more than MAX_BYTES, and images of more than MAX_SOURCE_PIXELS pixels, which are not decoded.
     """
     if not data or len(data) > MAX_BYTES:
-        problem = f"has {len(data) >> 20} MiB; {MAX_BYTES >> 20} are allowed: reduce it" if data else "has no bytes"
+        problem = (
+            f"has {len(data) >> 20} MiB; {MAX_BYTES >> 20} are allowed: reduce it"
+            if data
+            else "has no bytes: restore it"
+        )
         raise DataError(f"the image {problem}")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:

@@ -107,7 +107,7 @@ def rescore_stage(
     attempt = store.new_attempt(target.prefix)
     with store.writing(attempt) as out:
         write_shards(out.path, samples)
-    fields: dict[str, Any] = old.model_dump(include={"kind", "run", "index", "policy_version", "config_hash"})
+    fields: dict[str, Any] = old.model_dump(include={"kind", "run", "index", "policy_version", "config_hash", "blobs"})
     commit = Commit(
         **fields,
         attempt=attempt,

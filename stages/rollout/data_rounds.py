@@ -83,10 +83,12 @@ def sft_samples(
         ids, problem = list(islice(encoded, len(pieces))), ""
         if any(text != escape_invalid_text(text) for text, _ in pieces):
             problem = "the conversation is not valid Unicode: it has a lone surrogate"
-        try:
-            ids = ids if images is None else images.expand(of_prompt, ids)
-        except DataError as error:
-            problem = f"{_where(prompt)}: {error}"
+        if images is not None:
+            try:
+                ids = images.expand(of_prompt, ids)
+            except DataError as error:
+                problem = f"{_where(prompt)}: {error}"
+                ids, of_prompt = images.without_image_tokens(ids), LoadedImages()
         try:
             token_ids, loss_mask = join_pieces(pieces, ids, max_seq_len)
         except DataError as error:

@@ -10,7 +10,14 @@ import pytest
 from image_files import BAD, GOOD, encode, picture
 
 from penstock.stages import images
-from penstock.stages.images import ImageProcessor, expand_image_tokens, load_image, read_image_token_id
+from penstock.stages.images import (
+    ImageProcessor,
+    expand_image_tokens,
+    fingerprint_of_images,
+    load_image,
+    read_image_token_id,
+)
+from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, ModelError
 
 QWEN2 = {
@@ -140,6 +147,15 @@ def test_fingerprint_survives_json_and_makes_the_processor_again(tmp_path: Path)
     assert {"processor", "transformers", "pillow", "libjpeg", "min_pixels", "max_pixels"} <= recorded.keys()
     other = ImageProcessor.load(tmp_path, max_pixels=100_001)
     assert other.fingerprint() != recorded
+
+
+def test_round_with_images_has_their_processor_in_its_fingerprint(tmp_path: Path) -> None:
+    processor = ImageProcessor.load(write_model(tmp_path, QWEN3))
+    recorded = {**processor.fingerprint(), "pillow": "1.0"}  # of another machine
+    assert fingerprint_of_images(Commit(kind="rollout", state={"image_processor": recorded})) == {
+        "images": processor.fingerprint()
+    }
+    assert fingerprint_of_images(Commit(kind="rollout")) == {}
 
 
 def test_image_token_of_text_model_is_none(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def new_groups(
                 [token_ids] = images.expand(of_prompt, [token_ids])
             except DataError as error:
                 problem = f"{images.describe_place(prompt)}: {error}"
+                [token_ids], of_prompt = images.without_image_tokens([token_ids]), LoadedImages()
         group_id = f"{round.id_prefix}{prompt.issue:09d}"
         samples = [
             Sample(

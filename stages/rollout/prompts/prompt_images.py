@@ -90,10 +90,15 @@ class PromptImages:
             return [list(piece) for piece in pieces]
         return expand_image_tokens(pieces, self.image_token_id, loaded.num_tokens)
 
+    def without_image_tokens(self, pieces: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the token ids of a prompt that cannot be used: a sample has image tokens only for its images."""
+        return [[id for id in piece if id != self.image_token_id] for piece in pieces]
+
     def load(self, prompts: Sequence[Prompt]) -> list[LoadedImages]:
         """Read and decode the images of prompts. Return those of each prompt, in order. Raises ModelError."""
-        if any(prompt.images for prompt in prompts):
-            _ = self.processor  # loaded before the threads start
+        if not any(prompt.images for prompt in prompts):
+            return [LoadedImages() for _ in prompts]
+        _ = self.processor  # loaded before the threads start
         return map_in_threads(self._load_one, prompts, _NUM_THREADS)
 
     def _load_one(self, prompt: Prompt) -> LoadedImages:

@@ -341,12 +341,13 @@ def _pieces(content: Any, own: Iterator[Any], has_placeholders: bool) -> Iterato
 
 def to_image_source(value: Any) -> str:
     """Return an image of a row as text: a path, a URI, or the bytes of the file in base64. Raises DataError."""
+    image = value
     if isinstance(value, dict):  # `Image` of Hugging Face data sets, or OpenAI's {"url": ...}
-        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return f"data:;base64,{base64.b64encode(value).decode()}"
-    if isinstance(value, str) and value.strip():
-        return value
+        image = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return f"data:;base64,{base64.b64encode(image).decode()}"
+    if isinstance(image, str) and image.strip():
+        return image
     raise DataError(
         f"the image {preview(value)} is neither a path, nor a URI, nor the bytes of a file, nor a dictionary with "
         "`bytes` or `path`"

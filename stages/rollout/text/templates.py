@@ -252,7 +252,7 @@ def _normalize_content(
     if isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
-    for part in content if isinstance(content, list) else [content]:
+    for part in content if isinstance(content, list) else [None]:
         part = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
         is_text = part.get("type") == "text" and isinstance(part.get("text"), str)
         if is_text and parts and parts[-1]["type"] == "text":
