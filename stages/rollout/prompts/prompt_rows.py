@@ -163,7 +163,11 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
                 f"{where}: column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a "
                 "dictionary: repair the row, or name another column with --metadata-key"
             )
-        row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata or {})]
+        row: list[tuple[str | None, Any]] = [
+            (columns.prompt, prompt),
+            (columns.label, label),
+            (columns.metadata, metadata or {}),
+        ]
         tools = None
         if columns.tools:
             tools = _parse_json_text(_value(record, columns.tools), where, columns.tools, "--tool-key")
