@@ -61,10 +61,9 @@ demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that 
 right-or-wrong reward. It does not teach arithmetic from scratch, and a 400-thousand-parameter
 model says nothing about a large one: the demo shows that every stage works and that learning
 happens."""
-
-
-ABOUT = """Make a Qwen3 model of 402,176 random parameters with one token per character, teach it problems such as 37+8=
-by demonstrations (SFT), and improve it by GRPO, on this machine and without a download."""
+ABOUT = (
+    "Make a Qwen3 model of 402,176 random parameters, teach it problems such as 37+8= by SFT, and improve it by GRPO."
+)
 
 
 class _Parser(argparse.ArgumentParser):

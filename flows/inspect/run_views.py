@@ -88,7 +88,7 @@ def row_of_run(store: Store, keys: RunKeys) -> list[str]:
     record = read_run_record(store, keys)
     if record is None:
         if committed_prefixes(store, keys):
-            raise RunError("run.json is missing: restore it from a backup")
+            raise RunError(f"{store.path(keys.record)} is missing: restore it from a backup")
         return []
     rounds = store.committed_indices(f"{keys.prefix}/steps")
     rollouts = [store.committed(keys.rollout_prefix(r)) for r in rounds[:1] + rounds[-1:]]

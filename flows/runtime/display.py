@@ -74,7 +74,7 @@ class Display:
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has made progress
         self.panel = Panel(run, flow, self.num_rounds)
         self._region: LiveRegion | None = None
-        self._reminder: WaitReminder | None = None  # without a region, until the first round is done
+        self._stop_reminder: Callable[[], None] = lambda: None  # without a region, repeats waits until the first round
         self._wait: tuple[str, float] | None = None  # the wait that was printed last and its time, until it ends
         data = config.rollout.prompt_data
         header = {
@@ -92,7 +92,7 @@ class Display:
             self._region = LiveRegion(self.console, self.panel.render)
             self._region.start()
         else:
-            self._reminder = WaitReminder(self._current_wait, self._print_note)
+            self._stop_reminder = WaitReminder(self._current_wait, self._print_note).stop
 
     # ---- during the run ----------------------------------------------------------------------------------------------
 
@@ -249,10 +249,6 @@ class Display:
 
     def _print_note(self, text: str) -> None:
         self._print(Text(text if self._json else f"· {text}", style="dim"))
-
-    def _stop_reminder(self) -> None:
-        if self._reminder is not None:
-            self._reminder.stop()
 
     def _print(self, text: Text, level: str = "info") -> None:
         if self._json:

@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.flows.terminal.escape import StreamProxy, escape_controls, unescaped
-from penstock.flows.terminal.lines import spell_duration
 
 REMINDER_SECONDS = 30.0
 
@@ -132,13 +131,8 @@ class LiveRegion(Live):
 
 class WaitReminder:
     """Prints what a command waits for again every 30 s, until `stop`: `still converting tiny, 1 min 30 s`. Used where
-    nothing can be redrawn, in a pipe or a log.
-
-    Args:
-        current: returns what the command waits for, and since when by `clock`; None if it waits for nothing.
-        print_line: prints a line, in the reminder's own thread.
-        clock: a monotonic clock in seconds.
-        ended: the event that ends the thread.
+    nothing can be redrawn, in a pipe or a log. A thread, which `ended` ends, calls `print_line`; `current` returns what
+    the command waits for and since when by `clock`, or None.
     """
 
     def __init__(
@@ -164,7 +158,8 @@ class WaitReminder:
             text, begin = self._current() or ("", self._clock())
             now = max(due, self._clock())
             if text and begin == since:
-                self._print_line(f"still {text}, {spell_duration(now - since)}")
+                minutes, seconds = divmod(round(now - since), 60)
+                self._print_line(f"still {text}, {f'{minutes} min ' if minutes else ''}{seconds} s")
             since, due = begin, begin + REMINDER_SECONDS * ((now - begin) // REMINDER_SECONDS + 1)
 
 

@@ -130,12 +130,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def spell_duration(seconds: float) -> str:
-    """Format a duration with its units: `30 s`, `1 min 30 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 def short_exponent(number: str) -> str:
     """Return a formatted number with the shortest exponent: `1.2e-05` as `1.2e-5`."""
     mantissa, e, exponent = number.partition("e")

@@ -245,8 +245,7 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
 
 # ---- before a run has a display --------------------------------------------------------------------------------------
 
-_shown: list[tuple[Panel, LiveRegion]] = []  # the line of `show_wait`, if it is shown on a terminal
-_reminders: list[WaitReminder] = []  # that of the wait of `show_wait`, if it is not shown on a terminal
+_shown: list[tuple[Panel, LiveRegion | WaitReminder]] = []  # the wait of `show_wait`: its line, or what repeats it
 
 
 def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
@@ -268,24 +267,21 @@ def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_termin
         else:
             console.print(Text(f"· {line}", style="dim"), soft_wrap=True)
 
+    panel = Panel(run, "", 0)
+    panel.phase = text
     if redraws and _shown:
         _shown[0][0].phase = text
     elif redraws:
-        panel = Panel(run, "", 0)
-        panel.phase = text
         region = LiveRegion(console, lambda width, height: [panel.phase_row("starting")])
         _shown.append((panel, region))
         region.start()
     elif not only_on_terminal:
         end_wait()
         print_line(text)
-        since = time.monotonic()
-        _reminders.append(WaitReminder(lambda: (text, since), print_line))
+        _shown.append((panel, WaitReminder(lambda: (text, panel.started_at), print_line)))
 
 
 def end_wait() -> None:
     """End the wait of `show_wait` and erase its line. Safe to call twice."""
     while _shown:
         _shown.pop()[1].stop()
-    while _reminders:
-        _reminders.pop().stop()

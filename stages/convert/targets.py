@@ -236,8 +236,13 @@ def megatron_directory(directory: str | Path) -> Path | None:
     if not (path / TRACKER).is_file():
         return None
     name = read_file(path / TRACKER).decode(errors="replace").strip()
+    if not name.isdecimal() and name != RELEASE:
+        raise ModelError(
+            f"{path / TRACKER} contains {name[:40]!r}, which is neither a number of iterations nor {RELEASE!r}: give "
+            "the subdirectory of a checkpoint instead, or restore the file"
+        )
     checkpoint = path / (f"iter_{int(name):07d}" if name.isdecimal() else RELEASE)
-    if not (name.isdecimal() or name == RELEASE) or not (checkpoint / METADATA).is_file():
+    if not (checkpoint / METADATA).is_file():
         raise ModelError(
             f"{path / TRACKER} names {name[:40]!r}, but {checkpoint} is not a torch_dist checkpoint: use a completely "
             "saved checkpoint"
@@ -336,7 +341,7 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     )
 
 
-# ---- exports ---------------------------------------------------------------------------------------------------------
+# ---- assets, hashes and exports --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -376,9 +381,6 @@ def export_identity(checkpoint: Commit | str | Path, origin: Origin, shard_bytes
     form = replace(origin, directory=Path())
     content = f"{EXPORT_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
     return xxhash.xxh3_64_hexdigest(content.encode())
-
-
-# ---- assets and hashes -----------------------------------------------------------------------------------------------
 
 
 def asset_files(directory: Path) -> list[Path]:

@@ -189,13 +189,20 @@ def test_tracker_names_the_directory(tiny_model: Path, store: Store, tmp_path: P
     assert config_directory(str(tmp_path / "model")) == release / "hf_assets"
     assert megatron_directory(tiny_model) is None and config_directory(str(tiny_model)) == tiny_model
     release.rename(tmp_path / "model" / "iter_0000012")
-    for word, found in (("12\n", "iter_0000012"), ("release", None), ("13", None), ("../x", None)):
+    tracker.write_text("12\n")
+    assert megatron_directory(tmp_path / "model") == tmp_path / "model" / "iter_0000012"
+    for word, message in (
+        ("release", "names 'release', but .*/release is not a torch_dist checkpoint"),
+        ("13", "names '13', but .*/iter_0000013 is not a torch_dist checkpoint"),
+        ("../x", r"contains '\.\./x', which is neither a number of iterations nor 'release'"),
+    ):
         tracker.write_text(word)
-        if found:
-            assert megatron_directory(tmp_path / "model") == tmp_path / "model" / found
-        else:
-            with pytest.raises(ModelError, match="latest_checkpointed_iteration"):
-                megatron_directory(tmp_path / "model")
+        with pytest.raises(ModelError, match=f"latest_checkpointed_iteration.txt {message}"):
+            megatron_directory(tmp_path / "model")
+    (tmp_path / "model" / "iter_0000012").rename(release)
+    tracker.write_text("garbage")
+    with pytest.raises(ModelError, match="contains 'garbage'"):  # also beside a complete checkpoint
+        megatron_directory(tmp_path / "model")
 
 
 def test_preflight_accepts_a_megatron_reference(tiny_model: Path, store: Store, tmp_path: Path) -> None:

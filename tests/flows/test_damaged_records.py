@@ -163,6 +163,14 @@ def test_record_that_is_not_a_file_is_refused(
         path.rmdir() if kind == "directory" else path.unlink()
 
 
+def test_runs_names_the_missing_record_of_a_run_with_commits(
+    made: Store, damage: Callable[[str, Damage], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = damage("run.json", b"")
+    Path(made.path(key)).unlink()
+    check_runs(made, f"{key} is missing", capsys)
+
+
 def check_runs(store: Store, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`penstock runs` lists the undamaged run and names the damaged record."""
     assert main(["runs", "--store", store.root]) == 0

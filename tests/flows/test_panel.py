@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from penstock.flows.runtime import display as display_module
 from penstock.flows.runtime.display import Display
 from penstock.flows.terminal import panel as panel_module
 from penstock.flows.terminal.console import WaitReminder, can_redraw
@@ -260,11 +262,18 @@ def test_reminder_ends_with_the_wait() -> None:
     assert not reminder.thread.is_alive()
 
 
-def test_log_repeats_what_a_run_waits_for_until_its_first_round() -> None:
+def test_log_repeats_what_a_run_waits_for_until_its_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[WaitReminder] = []
+
+    def start(*arguments: Any) -> WaitReminder:
+        started.append(WaitReminder(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(display_module, "WaitReminder", start)
     out = io.StringIO()
     display = Display("my-run", "train", config(), "/store", console=Console(file=out))
-    reminder = display._reminder
-    assert reminder is not None and reminder._current() is None
+    [reminder] = started
+    assert reminder._current() is None
     with display.stage("rollout", 0), display.progress("rollout, round 0: samples", "rollout") as update:
         assert reminder._current()[0] == "waiting for the engines (they load the model)"  # type: ignore[index]
         update(12, 64)
@@ -282,15 +291,16 @@ def test_wait_of_a_command_is_repeated_in_a_pipe_until_the_next_one(monkeypatch:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
     show_wait("loading Prefect")
-    [first] = panel_module._reminders
+    [(_, first)] = panel_module._shown
     show_wait("opening the run", run="r", as_json=True)
-    [second] = panel_module._reminders
+    [(_, second)] = panel_module._shown
+    assert isinstance(first, WaitReminder) and isinstance(second, WaitReminder)
     second._print_line("still opening")
     end_wait()
     for reminder in (first, second):
         reminder.thread.join(timeout=60)
         assert not reminder.thread.is_alive()
-    assert not panel_module._reminders and '"message": "still opening"' in pipe.getvalue().splitlines()[-1]
+    assert not panel_module._shown and '"message": "still opening"' in pipe.getvalue().splitlines()[-1]
 
 
 def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:
