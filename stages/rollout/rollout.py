@@ -27,11 +27,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.engines.local_gpus import ReadCounters, energy_metric
+from penstock.stages.images import ImageProcessor
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import penalize_overlong
 from penstock.stages.rollout.collect import (
@@ -69,8 +71,10 @@ from penstock.stages.rollout.prompts.data_source import (
     open_data_source,
     resized_group,
 )
+from penstock.stages.rollout.prompts.prompt_images import PromptImages
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.blobs import blob_sizes
 from penstock.storage.commit import BUFFER, Commit, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
@@ -220,8 +224,11 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
     """Open the data source at the data position of `resume_point`. Rollouts skip prompts above the length limit;
     evaluations do not."""
     config = context.config
-    length_filter = LengthFilter(config, context.tokenizer) if round.kind == "rollout" else None
-    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter)
+    images = PromptImages(config, context.tokenizer.directory, context.store)
+    length_filter = None
+    if round.kind == "rollout":
+        length_filter = LengthFilter(config, context.tokenizer, images.count_extra_tokens)
+    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter, images)
     return PromptIntake(open_data_source(config, dataset), resume_point.state, resume_point.buffer)
 
 
@@ -424,6 +431,11 @@ def commit_samples(
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
+    fields["blobs"] = blob_sizes(store, chain.from_iterable(sample.images for sample in [*samples, *buffer]))
+    if fields["blobs"]:
+        pixels = context.config.image_min_pixels, context.config.image_max_pixels
+        processor = ImageProcessor.load(context.tokenizer.directory, *pixels)
+        fields["state"] = {**fields.get("state", {}), "image_processor": processor.fingerprint()}
     commit = store.commit(prefix, Commit(files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.backends import engine_backend
 from penstock.engines.scratch import end_with_parent, own_temp_directory, print_stacks_on_signal
 from penstock.engines.training import MemorySwitch, StateKind, TrainEngine, train_backend
+from penstock.stages.images import fingerprint_of_images
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -288,7 +289,7 @@ class TrainActor:
             steps=trained.steps,
             seconds=seconds,
             digest=digest,
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint() | fingerprint_of_images(rollout),
             sample_uses=encode_runs(trained.sample_uses),
             files=files,
             notes=self.diagnostics.take_notes(),
