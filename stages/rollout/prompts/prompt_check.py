@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
-from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.data_source import add_hint
+from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.prompt_images import PromptImages
 from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS, parse_canonical_row
 from penstock.stages.rollout.prompts.source import Prompt, max_prompt_tokens
