@@ -63,6 +63,7 @@ class EngineOptions:
     compares: bool = False  # --check-weight-update-equal: compare checksums of the weights, or of adapters
     return_experts: bool = False  # request the routed expert ids of every token
     adapters: ServedAdapters | None = None  # send adapters instead of weights
+    vision: Literal["frozen", "trained"] | None = None  # whether the tower of a vision-language model is trained
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
         """Return the number of engines to start: `num_engines` without GPUs, otherwise as many as the GPUs allow."""

@@ -107,6 +107,17 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
             )
 
 
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def vision_args() -> dict[str, Any]:
+    """Return the flags of a server that reads images. Requests have images in their final size. With the cache of
+    preprocessed images (0.5.21) an image is processed once for all samples of its group, and token ids are never
+    decoded."""
+    cache = {"mm_preprocess_cache_size_mb": 1024} if "mm_preprocess_cache_size_mb" in sglang_flags() else {}
+    return {"mm_process_config": {"image": {"do_resize": False}}, **cache}
+
+
 # ---- LoRA adapters ---------------------------------------------------------------------------------------------------
 
 # Architectures whose log-probs with adapters are compared with the trainer's (tests/engines/test_sglang_adapters.py).
