@@ -113,9 +113,10 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
 def vision_args() -> dict[str, Any]:
     """Return the flags of a server that reads images. Requests have images in their final size. With the cache of
     preprocessed images (0.5.21) an image is processed once for all samples of its group, and token ids are never
-    decoded."""
+    decoded. Without precise interpolation, the position embeddings of Qwen3-VL's patches differ from the trainer's."""
     cache = {"mm_preprocess_cache_size_mb": 1024} if "mm_preprocess_cache_size_mb" in sglang_flags() else {}
-    return {"mm_process_config": {"image": {"do_resize": False}}, **cache}
+    settings = {"mm_process_config": {"image": {"do_resize": False}}, "enable_precise_embedding_interpolation": True}
+    return settings | cache
 
 
 # ---- LoRA adapters ---------------------------------------------------------------------------------------------------

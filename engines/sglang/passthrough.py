@@ -53,6 +53,7 @@ _REFUSED = {
     "every engine does both prefill and decode": "disaggregation_ enable_pd_role_switch",
     "every engine encodes the images of its requests itself": "encoder_ language_model_only",
     "images have the size that the trainer uses (--image-min-pixels, --image-max-pixels)": "mm_process_config",
+    "it is always on for a vision-language model": "enable_precise_embedding_interpolation",
     "weights come from --hf-checkpoint and then from the trainer": "load_format remote_instance_weight_loader_",
     "engines get their adapters from the trainer": "lora_ enable_lora_",
     "it would unload adapters that requests still use": "max_loaded_loras",
