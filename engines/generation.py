@@ -135,6 +135,8 @@ class WeightTransport:
     """Hugging Face names of the weights that the engines hold in block fp8; they are quantized before they are sent."""
     adapter: PublishedAdapter | None = None
     """Send adapters instead of weights; "nccl" is then not possible, and generation is not paused."""
+    without_vision: bool = False
+    """Do not send the weights of the vision tower, which the engines have."""
     through_host: bool = False
     """"tensor": copy adapters to host memory, which engines on other GPUs of trainer rank 0's node can read."""
 

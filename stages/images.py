@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -26,13 +26,19 @@ import numpy as np
 import PIL
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
+from penstock.engines.families.shape import image_starts
+from penstock.engines.generation import PromptImage
+from penstock.storage.blobs import read_blob, write_blobs
 from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, ModelError
+from penstock.storage.file_store import FileStore
+from penstock.storage.samples.sample import Sample
 
 # Other formats of Pillow are refused: EPS starts another program, and many are rarely tested decoders.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_BYTES = 64 << 20  # of an image file
 MAX_SOURCE_PIXELS = 1 << 26  # 8192 x 8192, 192 MiB in memory; a larger image is refused as a decompression bomb
+KEPT_IMAGES = 256
 MAX_ASPECT_RATIO = 200  # of the Qwen processors
 _ORIENTATION = 0x0112  # EXIF tag
 _STEPS = ("do_resize", "do_rescale", "do_normalize")  # entries of preprocessor_config.json that must not be false
@@ -207,8 +213,21 @@ class ImageProcessor:
         return ProcessedImages(pixel_values, grid_thw)
 
     def num_tokens(self, image: np.ndarray) -> int:
-        """Return the number of tokens of an image ([H, W, 3]), computed from its size only, as transformers'
-        `smart_resize` does, whose module takes seconds to import."""
+        """Return the number of tokens of an image ([H, W, 3])."""
+        rows, columns = self.num_blocks(image)
+        return rows * columns
+
+    def scaled_file(self, image: np.ndarray) -> bytes:
+        """Return a PNG file of an image ([H, W, 3]) in the size that `process` gives it. An engine that only normalizes
+        the pixels of this file reads the same values as the trainer."""
+        factor, (rows, columns), file = self.patch_size * self.merge_size, self.num_blocks(image), io.BytesIO()
+        scaled = Image.fromarray(image).resize((columns * factor, rows * factor), Image.Resampling(self.resample))
+        scaled.save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
+    def num_blocks(self, image: np.ndarray) -> tuple[int, int]:
+        """Return the rows and columns of blocks of merge_size x merge_size patches of an image ([H, W, 3]), computed
+        from its size only, as transformers' `smart_resize` does, whose module takes seconds to import."""
         factor, (height, width) = self.patch_size * self.merge_size, image.shape[:2]
         rows, columns = round(height / factor), round(width / factor)
         if rows * columns * factor**2 > self.max_pixels:
@@ -217,7 +236,7 @@ class ImageProcessor:
         elif rows * columns * factor**2 < self.min_pixels:
             beta = math.sqrt(self.min_pixels / (height * width))
             rows, columns = math.ceil(height * beta / factor), math.ceil(width * beta / factor)
-        return rows * columns
+        return rows, columns
 
     @classmethod
     def from_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Self:
@@ -252,11 +271,68 @@ class ImageProcessor:
         )
 
 
+def read_image_processor(rollout: Commit) -> ImageProcessor | None:
+    """Return the image processor of a committed rollout; None if its samples have no images."""
+    recorded = rollout.state.get("image_processor")
+    return None if recorded is None else ImageProcessor.from_fingerprint(recorded)
+
+
+@dataclass(eq=False)
+class SampleImages:
+    """Reads the images of samples from the store, for requests to engines and for the trainer. Thread-safe. The last
+    results are kept, because the samples of a group have the same images."""
+
+    store: FileStore
+    processor: ImageProcessor
+
+    def __post_init__(self) -> None:
+        self.process = lru_cache(KEPT_IMAGES)(self._process)
+        self.scaled_file = lru_cache(KEPT_IMAGES)(self._scaled_file)
+
+    def of_prompt(self, token_ids: Sequence[int], digests: Sequence[str]) -> list[PromptImage]:
+        """Return the images of a prompt for an engine. Raises DataError if they do not fit to the prompt's tokens."""
+        files = [self.scaled_file(digest) for digest in digests]
+        starts = image_starts(np.asarray(token_ids), self.processor.image_token_id, [count for _, count in files])
+        return [PromptImage(data, start, count) for start, (data, count) in zip(starts, files)]
+
+    def add(self, sample: Sample, token_ids: Sequence[int], files: Sequence[bytes]) -> list[int]:
+        """Add images to a sample, as the image tokens in `token_ids` come next; write them to the store. Return the ids
+        with the image token of each file repeated as often as its image needs. Raises DataError."""
+        counts = [self.processor.num_tokens(load_image(data)) for data in files]
+        [expanded] = expand_image_tokens([token_ids], self.processor.image_token_id, counts)
+        sample.images += write_blobs(self.store, files)
+        return expanded
+
+    def fail_unusable(self, samples: Sequence[Sample]) -> None:
+        """Fail the samples whose image tokens are not those of their images, because the model generated one: the
+        trainer cannot find the images in them."""
+        for sample in samples:
+            if any(sample.loss_mask):
+                try:
+                    self.of_prompt(sample.token_ids, sample.images)
+                except DataError as error:
+                    sample.fail(f"the response contains image tokens: {error}")
+
+    def _scaled_file(self, digest: str) -> tuple[bytes, int]:
+        """Return the file of an image for an engine, and the image's number of tokens."""
+        image = load_image(read_blob(self.store, digest))
+        return self.processor.scaled_file(image), self.processor.num_tokens(image)
+
+    def grid(self, digest: str) -> tuple[int, int, int]:
+        """Return (frames, rows, columns) of patches of one image."""
+        rows, columns = self.processor.num_blocks(load_image(read_blob(self.store, digest)))
+        return 1, rows * self.processor.merge_size, columns * self.processor.merge_size
+
+    def _process(self, digest: str) -> ProcessedImages:
+        """Return the patches of one image."""
+        return self.processor.process([load_image(read_blob(self.store, digest))])
+
+
 def fingerprint_of_images(rollout: Commit) -> dict[str, Any]:
     """Return the part of a numerics fingerprint that the images of a rollout add: {} if it has none, otherwise its
     processor with the libraries of this process."""
-    recorded = rollout.state.get("image_processor")
-    return {"images": ImageProcessor.from_fingerprint(recorded).fingerprint()} if recorded else {}
+    processor = read_image_processor(rollout)
+    return {"images": processor.fingerprint()} if processor else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -148,7 +148,7 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         architecture="Qwen3VLForConditionalGeneration",
         vision_config=QWEN3_VISION,
         head_dim=16,
-        **_rope(5e6, mrope_section=[4, 2, 2]),
+        **_rope(5e6, mrope_section=[4, 2, 2], mrope_interleaved=True),
     ),
     "qwen3-vl-moe": dict(
         architecture="Qwen3VLMoeForConditionalGeneration",
@@ -157,7 +157,7 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
-        **_rope(5e6, mrope_section=[3, 3, 2]),
+        **_rope(5e6, mrope_section=[3, 3, 2], mrope_interleaved=True),
     ),
 }
 

@@ -25,15 +25,15 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.engines.local_gpus import ReadCounters, energy_metric
-from penstock.stages.images import ImageProcessor
+from penstock.stages.images import ImageProcessor, SampleImages, read_image_token_id
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import penalize_overlong
 from penstock.stages.rollout.collect import (
@@ -119,6 +119,14 @@ class RolloutContext:
     teacher_top_k: int = 0  # number of the teacher's most probable tokens that the samples store (--opd-top-k)
     serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
+
+    @cached_property
+    def images(self) -> SampleImages | None:
+        """Return the reader of the samples' images; None for a model of text only."""
+        if read_image_token_id(self.tokenizer.directory) is None:
+            return None
+        bounds = self.config.image_min_pixels, self.config.image_max_pixels
+        return SampleImages(self.store, ImageProcessor.load(self.tokenizer.directory, *bounds))
 
 
 @dataclass(frozen=True)
@@ -282,7 +290,7 @@ async def call_rollout_function(
     data_set: str | None,
 ) -> CollectedGroups:
     """Return the groups that the function of --rollout-function-path generates for a round or an evaluation."""
-    handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
+    handle = EngineHandle(client, context.tokenizer, context.config, runner.round, context.images)
     handle.loop = asyncio.get_running_loop()
     try:
         return await RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set).run(num_groups)
@@ -300,9 +308,9 @@ async def open_runner(
     client = context.connect(engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
     generators: AbstractAsyncContextManager[Generator] = (
-        CustomGeneration(config, client, context.tokenizer, round)
+        CustomGeneration(config, client, context.tokenizer, round, context.images)
         if config.custom_generate_function_path is not None
-        else nullcontext(EngineGenerator(client, config, context.tokenizer, round))
+        else nullcontext(EngineGenerator(client, config, context.tokenizer, round, context.images))
     )
     teachers = open_teacher(config, context.serving_teacher, round, context.teacher_top_k)
     async with client, generators as generator, teachers as teacher:
@@ -316,6 +324,7 @@ async def open_runner(
             slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // config.n_samples_per_prompt)),
             partial_rollout=config.partial_rollout,
             num_gpus=num_engines * config.rollout_num_gpus_per_engine,
+            images=context.images,
         )
         yield runner, client
 
@@ -432,10 +441,8 @@ def commit_samples(
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
     fields["blobs"] = blob_sizes(store, chain.from_iterable(sample.images for sample in [*samples, *buffer]))
-    if fields["blobs"]:
-        pixels = context.config.image_min_pixels, context.config.image_max_pixels
-        processor = ImageProcessor.load(context.tokenizer.directory, *pixels)
-        fields["state"] = {**fields.get("state", {}), "image_processor": processor.fingerprint()}
+    if fields["blobs"] and context.images:
+        fields["state"] = {**fields.get("state", {}), "image_processor": context.images.processor.fingerprint()}
     commit = store.commit(prefix, Commit(files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit

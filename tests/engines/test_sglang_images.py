@@ -44,7 +44,7 @@ class Engine:
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(self.path)
         spec = ServerSpec(model_path=str(self.path), log_dir=str(directory))
         args = engine_backend().server_args(EngineOptions(spec, vision="trained"), has_gpus=False)
-        self.server = engine_backend().server_class()(spec.model_copy(update={"args": args}))
+        self.server = engine_backend().server_class(spec.model_copy(update={"args": args}))
         self.url = self.server.start()
 
     def prompt(self, *parts: int | Image.Image) -> tuple[list[int], list[PromptImage], list[Image.Image]]:
@@ -76,7 +76,9 @@ class Engine:
     @torch.no_grad()
     def error(self, model: Any, prompt: list[int], pictures: list[Image.Image], generation: Generation) -> float:
         """Return the largest difference between an engine's log-probs and those of transformers' model."""
-        ids = torch.tensor([prompt + generation.token_ids])
+        response = generation.token_ids  # up to an image token, of which transformers would not know the image
+        response = response[: response.index(IMAGE_TOKEN) if IMAGE_TOKEN in response else None]
+        ids = torch.tensor([prompt + response])
         arguments: dict[str, Any] = {"input_ids": ids}
         if pictures:
             made = self.processor(pictures, do_resize=False, return_tensors="pt")
@@ -85,7 +87,7 @@ class Engine:
         model.model.rope_deltas = None
         logprobs = model(**arguments).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         expected = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        return (expected - torch.tensor(generation.logprobs)).abs().max().item()
+        return (expected - torch.tensor(generation.logprobs[: len(response)])).abs().max().item()
 
 
 def picture(columns: int, rows: int) -> Image.Image:
