@@ -295,17 +295,23 @@ class EngineCalls:
         self._decode_response(sample)
         return self._decode(sample.token_ids[num_before:])
 
-    def append(self, sample: Sample, content: str | Sequence[int]) -> bool:
+    def append(self, sample: Sample, content: str | Sequence[int], images: Sequence[bytes] = ()) -> bool:
         """Append content that the model did not generate (for example tool output) with loss mask 0, as text or token
-        ids. Return False if it exceeds the length limit (the status becomes `truncated`), or if the round is over
-        (`aborted`)."""
+        ids, with one image token for each of `images`, which are files. Return False if it exceeds the length limit
+        (the status becomes `truncated`), or if the round is over (`aborted`)."""
         if sample.status is Status.ABORTED:
             return False
         token_ids = (
             self.tokenizer.encode([content])[0] if isinstance(content, str) else [int(token) for token in content]
         )
+        num_images = len(sample.images)
+        if images:
+            if self.images is None:
+                raise PluginError("an image was appended to a sample, but --hf-checkpoint is a model of text only")
+            token_ids = self.images.add(sample, token_ids, images)
         if len(token_ids) > sampling_params_for(self.config, sample)["max_new_tokens"]:
             sample.status = Status.TRUNCATED
+            del sample.images[num_images:]
             return False
         sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
         self._decode_response(sample)
