@@ -137,6 +137,12 @@ IMAGE_TOKEN = 58
 # Words of the tokenizer beside its 54 characters and special tokens. "ab" is also the text of two other tokens.
 VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "ab", "<|video_pad|>", "<|image_pad|>")
 VISION_START, VISION_END, AB = 54, 55, 56
+VISION_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2.5-vl": dict(
         architecture="Qwen2_5_VLForConditionalGeneration",
@@ -212,7 +218,9 @@ def _write_family(path: Path, name: str, seed: int, dtype: str, config_changes: 
     _cast(model, getattr(torch, dtype))
     model.save_pretrained(path)
     words = VISION_WORDS if name in VISION_FAMILIES else ()
-    make_tokenizer(config.get_text_config().max_position_embeddings, words).save_pretrained(path)
+    tokenizer = make_tokenizer(config.get_text_config().max_position_embeddings, words)
+    tokenizer.chat_template = VISION_TEMPLATE if words else tokenizer.chat_template
+    tokenizer.save_pretrained(path)
     _as_on_the_hub(path, model_type)
     if words:
         _add_processors(path)
