@@ -305,10 +305,7 @@ class EngineCalls:
             self.tokenizer.encode([content])[0] if isinstance(content, str) else [int(token) for token in content]
         )
         num_images = len(sample.images)
-        if images:
-            if self.images is None:
-                raise PluginError("an image was appended to a sample, but --hf-checkpoint is a model of text only")
-            token_ids = self.images.add(sample, token_ids, images)
+        token_ids = self.add_images(sample, token_ids, images)
         if len(token_ids) > sampling_params_for(self.config, sample)["max_new_tokens"]:
             sample.status = Status.TRUNCATED
             del sample.images[num_images:]
@@ -316,6 +313,15 @@ class EngineCalls:
         sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
         self._decode_response(sample)
         return True
+
+    def add_images(self, sample: Sample, token_ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """Add images, which are files, to a sample whose next tokens are `token_ids`. Return these with as many image
+        tokens as the images need. Raises DataError."""
+        if not images:
+            return token_ids
+        if self.images is None:
+            raise PluginError("a message has an image, but --hf-checkpoint is a model of text only: omit the image")
+        return self.images.add(sample, token_ids, images)
 
     async def _send_request(self, sample: Sample, params: dict[str, Any]) -> Generation:
         images = await prompt_images(self.images, sample)

@@ -30,7 +30,8 @@ async def generate(args, sample, sampling_params, engine):
     await engine.generate(sample, max_new_tokens=2)
     file = io.BytesIO()
     Image.new("RGB", (84, 56), (10, 10, 10)).save(file, "PNG")
-    if engine.append(sample, "<|user|>and <|vision_start|><|image_pad|><|vision_end|><|end|>", images=[file.getvalue()]):
+    text = "<|user|>and <|vision_start|><|image_pad|><|vision_end|><|end|>"
+    if engine.append(sample, text, images=[file.getvalue()]):
         await engine.generate(sample, max_new_tokens=2)
     return sample
 '''
