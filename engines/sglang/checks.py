@@ -118,12 +118,16 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
 
 
 def vision_args() -> dict[str, Any]:
-    """Return the flags of a server that reads images. Requests have images in their final size. With the cache of
-    preprocessed images (0.5.21) an image is processed once for all samples of its group, and token ids are never
-    decoded. With CUDA graphs of the tower, SGLang would otherwise not interpolate the position embeddings of Qwen3-VL's
-    patches as the trainer does."""
+    """Return the flags of a server that reads images.
+
+    Requests have images in their final size, which no bounds must change. Resizing stays on, because the image of
+    SGLang's warm-up request has a size that cannot be cut into patches. With the cache of preprocessed images (0.5.21)
+    an image is processed once for all samples of its group, and token ids are never decoded. With CUDA graphs of the
+    tower, SGLang would otherwise not interpolate the position embeddings of Qwen3-VL's patches as the trainer does.
+    """
     cache = {"mm_preprocess_cache_size_mb": 1024} if "mm_preprocess_cache_size_mb" in sglang_flags() else {}
-    settings = {"mm_process_config": {"image": {"do_resize": False}}, "enable_precise_embedding_interpolation": True}
+    bounds = {"min_pixels": 1, "max_pixels": 1 << 40}
+    settings = {"mm_process_config": {"image": bounds}, "enable_precise_embedding_interpolation": True}
     return settings | cache
 
 
