@@ -158,7 +158,6 @@ def test_a_prompt_with_another_number_of_image_tokens_is_refused(engine: Engine)
         engine.ask((ids[:3] + ids[4:], fewer, shown))
 
 
-@torch.no_grad()
 def test_trainer_computes_the_logprobs_of_the_engine(world: None, engine: Engine, tmp_path: Path) -> None:
     """From files of other sizes than the model reads, over requests, the store and a micro-batch, to Megatron."""
     client, tokenizer = connect([engine.url], 120), PromptTokenizer(engine.path, apply_chat_template=True)
@@ -199,7 +198,7 @@ def new_sample(images: SampleImages, text: list[int], sizes: list[tuple[int, int
 
 
 def trained_logprobs(hidden: torch.Tensor, head: Any, packed: Any) -> tuple[None, dict[str, torch.Tensor]]:
-    return None, {"logprobs": token_logprobs(hidden[packed.trained], head, packed.targets)[0]}
+    return None, {"logprobs": token_logprobs(hidden[packed.trained], head, packed.targets)[0].detach()}
 
 
 def test_new_weights_of_the_vision_tower_are_used_for_images_that_were_seen_before(engine: Engine) -> None:
