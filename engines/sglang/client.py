@@ -120,7 +120,7 @@ class SGLangClient(EngineClient):
             ]
             return [generation for answer in await asyncio.gather(*calls) for generation in answer]
         sampling = samplings[0] if are_equal else samplings
-        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         if self.experts is not None:
             body["return_routed_experts"] = True
         if any(images):

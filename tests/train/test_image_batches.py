@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import IMAGE_TOKEN, hf_model, make_family
+from families import IMAGE_TOKEN, make_family
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import ModelShape, Vision
+from penstock.engines.families.shape import ModelShape
 from penstock.stages.images import ImageProcessor, SampleImages, load_image
-from penstock.stages.train.batching import Batch, BatchImages, pack
+from penstock.stages.train.batching import Batch, pack, with_images
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.microbatches import plan_steps, vision_flops
+from penstock.stages.train.microbatches import plan_steps
 from penstock.storage.blobs import read_blob, write_blobs
 from penstock.storage.errors import DataError
 from penstock.storage.samples.sample import Sample, to_table
@@ -67,9 +65,8 @@ class Rollout:
     def batch(self) -> Batch:
         table = to_table(self.rows)
         batch = Batch.from_table(table, needs_rewards=True)
-        images = SampleImages(self.store, self.processor)
         assert self.vision is not None
-        return replace(batch, images=BatchImages.from_table(table, batch, self.vision, images.process))
+        return with_images(batch, table, self.vision, SampleImages(self.store, self.processor))
 
     def patches(self, name: str) -> tuple[np.ndarray, list[int]]:
         made = self.processor.process([load_image(read_blob(self.store, self.digests[name]))])
@@ -120,27 +117,10 @@ def test_sample_with_more_image_tokens_than_its_images_is_refused(rollout: Rollo
         pack(rollout.batch(), [0])
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
-def test_flops_of_the_tower_equal_those_that_torch_counts(family: str, tmp_path: Path) -> None:
-    shape, model = read_shape(make_family(tmp_path, family)), hf_model(tmp_path)
-    vision: Vision | None = shape.vision
-    assert vision is not None
-    for grid in [(1, 4, 4), (1, 12, 8)]:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model.model.visual(torch.zeros(grid[1] * grid[2], vision.patch_dim), torch.tensor([grid]))
-        counted, [flops] = counter.get_total_flops(), vision.forward_flops(np.array([vision.num_image_tokens(grid)]))
-        assert flops == pytest.approx(counted, rel=0.02)  # without the angles of RoPE
-
-
-def test_flops_belong_to_the_samples_with_the_images(rollout: Rollout) -> None:
+def test_batch_has_the_grids_of_the_images_of_each_sample(rollout: Rollout) -> None:
     batch = rollout.batch()
-    assert batch.images is not None and rollout.vision is not None
-    one = {name: rollout.vision.forward_flops(np.array([count]))[0] for name, count in TOKENS.items()}
-    expected = [one["wide"], 0.0, 2 * one["small"] + one["high"]]
-    assert batch.images.flops == pytest.approx(expected)
-    trained = TrainConfig(freeze_vision=False)
-    assert vision_flops(batch, TrainConfig()) == pytest.approx(expected)
-    assert vision_flops(batch, trained) == pytest.approx([3 * value for value in expected])
+    assert batch.image_grids.tolist() == [rollout.patches(name)[1] for name in ("wide", "small", "high", "small")]
+    assert batch.image_samples.tolist() == [0, 2, 2, 2]
 
 
 def test_ranks_get_equal_shares_of_the_images(checkpoint: Path, tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ class AgentSession:
 def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
     """Return messages whose image parts have no image, and the files of their images, which must be in the messages:
     an agent does not choose files of this machine."""
-    if all(isinstance(message.get("content"), str | None) for message in messages):
+    if not any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
         return list(messages), []
     sources: list[Any] = []
     normalized = normalize_messages(list(messages), sources)
