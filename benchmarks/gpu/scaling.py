@@ -9,9 +9,12 @@ and continued by the next start: finished parts are not repeated, and parts that
 run again from their beginning. So the rounds of a figure are always those of one start.
 
 dense      Qwen3-1.7B, 4B and 8B, 64 x 8 samples of 128 + 2,048 tokens, trainer and engines on the same GPUs
+weak       Qwen3-1.7B as above with 64 x 8 samples per GPU
 moe        Qwen3-30B-A3B whole, EP8 and TP2 x EP4, 64 x 8 samples of 128 + 4,096 tokens, optimizer in host memory
 llama      Llama-3.1-8B, 64 x 8 samples of 128 + 4,096 tokens
 apart      4B (1.7B with one GPU for the trainer), half or a quarter of the GPUs for engines, staleness 1 and 2, NCCL
+tail       1.7B, lengths with a median of 512 and a 99th percentile of 8,192 tokens: synchronous on all GPUs, and half
+           or a quarter of the GPUs for engines with staleness 1
 kills      one trainer rank, one engine and the driver are killed; then audit and replay, bit for bit
 
 Efficiency: seconds x GPUs of the smallest number of GPUs on which the model fits, over seconds x GPUs. The floor
@@ -47,7 +50,7 @@ REHEARSAL_GPUS = 3  # two parts side by side; apart: two for the trainer, one fo
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("directory", type=Path, help="directory for models, prompts, stores and logs")
-    parser.add_argument("--parts", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--parts", nargs="+", default=list(GROUPS), help="groups, or names of parts in their order")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
     parser.add_argument("--rehearse", action="store_true", help="tiny models and responses on a CPU")
     options = parse_options(parser)
@@ -60,7 +63,9 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     gpus = len(names) or REHEARSAL_GPUS
-    parts = [part for part in all_parts(gpus) if part.group in options.parts]
+    parts = [part for name in options.parts for part in all_parts(gpus) if name in (part.group, part.name)]
+    if not parts:
+        parser.error(f"no part has one of these names: choose {', '.join(part.name for part in all_parts(gpus))}")
     pending = [part for part in parts if not report.is_finished(part)]
     arguments = prepare(pending, options, report, stop)
 
@@ -191,20 +196,27 @@ class Report:
 
 
 def efficiencies(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return, for each run of the group "dense", the efficiency of training and of generation against the run of the
-    same model on the fewest GPUs of the same kind."""
+    """Return, for each run of the groups "dense" and "weak", the efficiency of training and of generation against the
+    run of the same model on the fewest GPUs of the same kind."""
     dense = [
-        (name, result) for name, result in results.items() if name.startswith("dense") and "floor of a round" in result
+        (name, result)
+        for name, result in results.items()
+        if name.startswith(("dense", "weak")) and "floor of a round" in result
     ]
     base: dict[tuple[str, str], Any] = {}
     table: dict[str, dict[str, float]] = {}
     for name, result in sorted(dense, key=lambda item: item[1]["gpus"]):
         first = base.setdefault((result["model"], gpu_name(result)), result)
         table[name] = {
-            stage: round(gpu_seconds(first, stage) / gpu_seconds(result, stage), 3)
+            stage: round(work(name, result) * gpu_seconds(first, stage) / gpu_seconds(result, stage), 3)
             for stage in ("training", "generation")
         }
     return table
+
+
+def work(name: str, result: dict[str, Any]) -> int:
+    """Return how many times 64 x 8 samples a round has."""
+    return int(result["gpus"]) if name.startswith("weak") else 1
 
 
 def gpu_name(result: dict[str, Any]) -> str:

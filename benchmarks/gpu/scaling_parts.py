@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-GROUPS = ("dense", "moe", "llama", "apart", "kills")
+from long_tail import PERCENTILE_99
+
+LONG_TAIL = Path(__file__).with_name("long_tail.py")
+GROUPS = ("dense", "weak", "moe", "llama", "apart", "tail", "kills")
 # Options with which `penstock doctor --plan` says that a model fits GPUs of 80 GB: 1.7b one of them, 4b two, 8b four,
 # and 30b-a3b eight. Micro-batches of 2 or 4 whole sequences; 1.7b as measured in docs/benchmarks.md.
 MEMORY = {
@@ -33,6 +37,9 @@ class Part:
         length: maximum number of response tokens; all responses have it.
         options: further options of `penstock train`, without those of MEMORY.
         samples: samples of a prompt.
+        prompts: prompts of a round.
+        warm_up: rounds before the measured ones, in which kernels are compiled.
+        measured: number of measured rounds.
         engine_gpus: GPUs of an engine.
         note: distinguishes the part from others of its group.
     """
@@ -43,6 +50,9 @@ class Part:
     length: int
     options: str
     samples: int = 8
+    prompts: int = 64
+    warm_up: int = 1
+    measured: int = 2
     engine_gpus: int = 1
     note: str = ""
 
@@ -50,6 +60,11 @@ class Part:
     def name(self) -> str:
         """Return the name of the run and of its store."""
         return "-".join(filter(None, (self.group, self.model, str(self.gpus), self.note)))
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of rounds."""
+        return self.warm_up + self.measured
 
 
 def all_parts(gpus: int) -> Iterator[Part]:
@@ -60,13 +75,24 @@ def all_parts(gpus: int) -> Iterator[Part]:
             if number >= smallest:
                 layout = TENSOR_2 if model == "8b" else ""
                 yield Part("dense", model, number, 2048, f"{COLOCATE} {ranks(number)} {layout}")
+    for number in numbers[1:]:
+        yield Part("weak", "1.7b", number, 2048, f"{COLOCATE} {ranks(number)}", prompts=64 * number)
     if gpus >= 8:
         wide = f"--colocate --rollout-num-gpus-per-engine 2 {ranks(8)} --expert-model-parallel-size"
         yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 8", engine_gpus=2, note="ep8")
         yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 4 {TENSOR_2}", engine_gpus=2, note="tp2ep4")
         yield Part("llama", "llama-8b", 8, 4096, f"{COLOCATE} {ranks(8)} {TENSOR_2}")
     yield from parts_apart(gpus)
-    yield Part("kills", "1.7b", numbers[-1], 512, f"{COLOCATE} {ranks(numbers[-1])} --deterministic-mode", samples=4)
+    yield from parts_with_long_tail(gpus)
+    yield Part(
+        "kills",
+        "1.7b",
+        numbers[-1],
+        512,
+        f"{COLOCATE} {ranks(numbers[-1])} --deterministic-mode",
+        samples=4,
+        measured=3,
+    )
 
 
 def parts_apart(gpus: int) -> Iterator[Part]:
@@ -78,6 +104,18 @@ def parts_apart(gpus: int) -> Iterator[Part]:
             options = f"--rollout-num-gpus {engines} --update-weight-transport nccl {ranks(trainer)}"
             options += f" --async-mode streaming --max-staleness {staleness}"
             yield Part("apart", model, gpus, 2048, options, note=f"{trainer}and{engines}-stale{staleness}")
+
+
+def parts_with_long_tail(gpus: int) -> Iterator[Part]:
+    """Yield the parts whose lengths have a long tail: synchronous, with trainer and engines on the same GPUs; and with
+    trainer and engines apart and one round of staleness."""
+    generate = f"--custom-generate-function-path {LONG_TAIL}"
+    yield Part("tail", "1.7b", gpus, PERCENTILE_99, f"{COLOCATE} {ranks(gpus)} {generate}", note="synchronous")
+    for engines in sorted({gpus // 2, gpus // 4} - {0}):
+        options = f"--rollout-num-gpus {engines} --update-weight-transport nccl {ranks(gpus - engines)} {generate}"
+        options += " --async-mode streaming --max-staleness 1"
+        note = f"{gpus - engines}and{engines}-stale1"
+        yield Part("tail", "1.7b", gpus, PERCENTILE_99, options, note=note, warm_up=2, measured=4)
 
 
 def ranks(number: int) -> str:

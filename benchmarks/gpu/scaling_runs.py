@@ -31,8 +31,6 @@ from gpu_models import train_arguments
 from learning import read_commit
 from run import median_seconds, read_publish_seconds, round_seconds
 
-WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 3  # kernels are compiled in the first rounds
-ROUNDS = WARM_UP_ROUNDS + MEASURED_ROUNDS
 KILLS = ("trainer", "engine", "driver")  # one after each of the first rounds
 CHECKS = ("all killed", "all rounds trained", "audit clean", "replay equal bit for bit")
 POLL_SECONDS = 0.2
@@ -155,10 +153,14 @@ def make_prefect_home(directory: Path, name: str) -> Path:
 def make_arguments(part: Part, directory: Path, rehearse: bool, further: list[str]) -> list[str]:
     """Make model and prompts of a part, and return the arguments of `penstock train`. A measured run would train 100
     rounds, and is stopped before it saves a checkpoint, which can be larger than the disk."""
-    length, prompts, options = part.length, 64, f"{MEMORY[part.model]} {part.options}"
+    length, prompts, options = part.length, part.prompts, f"{MEMORY[part.model]} {part.options}"
     if rehearse:
-        length, prompts, options = 16, 4, f"{options} --max-tokens-per-gpu 4096 --sglang-mem-fraction-static 0.1"
-    rounds = ROUNDS if part.group == "kills" else 100
+        length, prompts, options = (
+            16,
+            part.prompts // 16,
+            f"{options} --max-tokens-per-gpu 4096 --sglang-mem-fraction-static 0.1",
+        )
+    rounds = part.rounds if part.group == "kills" else 100
     make_prefect_home(directory / "prefect", part.name)
     words = train_arguments(directory, "tiny" if rehearse else part.model, part.name)
     words += ["--num-rollout", str(rounds), "--rollout-batch-size", str(prompts), "--grace-period", "1"]
@@ -193,8 +195,8 @@ def measure(run: PartRun) -> dict[str, Any]:
     run.remove_store()
     begin = log_size(run.log)
     try:
-        run.run("train", *run.arguments, each_poll=lambda pid: run.num_trained() >= ROUNDS)
-        if run.num_trained() < ROUNDS:
+        run.run("train", *run.arguments, each_poll=lambda pid: run.num_trained() >= run.part.rounds)
+        if run.num_trained() < run.part.rounds:
             raise RunFailed(tail(read_log(run.log, begin)))
         return read_figures(run)
     finally:
@@ -205,19 +207,19 @@ def read_figures(run: PartRun) -> dict[str, Any]:
     """Return seconds and speeds of the measured rounds, from the store."""
     part, store, keys = run.part, Store(str(run.store)), run.keys
     published = read_publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
-    steady = range(WARM_UP_ROUNDS, ROUNDS)
+    steady = range(part.warm_up, part.rounds)
     seconds = median_seconds([round_seconds(store, keys, r, published) for r in steady])
-    steps = [read_commit(store, keys.step_prefix(r)) for r in range(ROUNDS)]
+    steps = [read_commit(store, keys.step_prefix(r)) for r in range(part.rounds)]
     samples = [sample for r in steady for sample in read_samples(store, read_commit(store, keys.rollout_prefix(r)))]
     # Rounds overlap in asynchronous runs, so the whole time is measured, not the sum of the stages.
-    wall = (steps[-1].created_at - steps[WARM_UP_ROUNDS - 1].created_at) / len(steady)
+    wall = (steps[-1].created_at - steps[part.warm_up - 1].created_at) / len(steady)
     stages = [seconds.get(stage, 0.0) for stage in ("generation", "grading", "training")]
     trained = sum(sum(sample.loss_mask) for sample in samples) / len(steady)
     total = sum(len(sample.token_ids) for sample in samples) / len(steady)
     mfu = [steps[r].summary.get("perf/actor_train_mfu") for r in steady]
     return {
         "seconds of a round": round(wall, 3),
-        "floor of a round": round(max(stages) if part.group == "apart" else sum(stages), 3),
+        "floor of a round": round(max(stages) if "--async-mode" in part.options else sum(stages), 3),
         "parts of a round": {name: round(value, 3) for name, value in seconds.items()},
         "tokens/s per GPU": round(total / wall / part.gpus, 1),
         "trained tokens/s per GPU": round(trained / wall / part.gpus, 1),
@@ -277,7 +279,7 @@ def train_with_kills(run: PartRun) -> dict[str, bool]:
         code = run.run("train", *run.arguments)
     if code:
         raise RunFailed(tail(read_log(run.log, begin)))
-    return {CHECKS[0]: not waiting, CHECKS[1]: run.num_trained() == ROUNDS}
+    return {CHECKS[0]: not waiting, CHECKS[1]: run.num_trained() == run.part.rounds}
 
 
 def kill_one(driver: int, target: str) -> bool:
