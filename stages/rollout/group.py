@@ -490,6 +490,11 @@ class Teacher:
                 f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-urls "
                 f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key"
             )
+        if sample.images:
+            raise DataError(
+                f"sample {sample.sample_id} has images, which an engine's teacher does not see: use a vision-language "
+                "teacher in the trainer (--opd-type megatron), or prompts without images"
+            )
         try:
             async with self.slots:
                 return await client.score(sample.token_ids, self.top_k)

@@ -32,9 +32,10 @@ from penstock.stages.rollout.text.templates import (
     Message,
     convert_tool_calls,
     normalize_messages,
+    preview,
 )
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import TemplateError
+from penstock.storage.errors import DataError, TemplateError
 from penstock.storage.samples.sample import Status
 
 logger = logging.getLogger(__name__)
@@ -316,7 +317,13 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[bytes
         return list(messages), []
     sources: list[Any] = []
     normalized = normalize_messages(list(messages), sources)
-    return normalized, [read_image_file(to_image_source(source), ()) for source in sources]
+    images = [to_image_source(source) for source in sources]
+    if others := [image for image in images if not image.lower().startswith("data:")]:
+        raise DataError(
+            f"an agent's message has the image {preview(others[0])}, but agents cannot choose files of this machine: "
+            "give the image itself as data:image/png;base64,..."
+        )
+    return normalized, [read_image_file(image, ()) for image in images]
 
 
 def _message_comparison_key(message: Message) -> tuple[str, ...]:
