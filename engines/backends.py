@@ -62,6 +62,7 @@ class Capability(Enum):
     IN_PLACE = "--pause-generation-mode in_place", "keeps its KV cache in updates", lambda o: o.in_flight == "in_place"
     EXTERNAL = "--rollout-external-engine-addrs", "works without being started by the run", lambda o: o.external
     ROUTER = "--use-router (or --router-*)", "has a router", lambda o: o.router is not None
+    IMAGES = "a vision-language model", "reads images", lambda o: o.vision is not None
     PYTHON = "--engine-python", "runs in another Python interpreter", lambda o: o.spec.python is not None
 
 

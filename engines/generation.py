@@ -52,6 +52,15 @@ class TokenCounts:
         return TokenCounts(*map(sub, astuple(self), astuple(other)))
 
 
+@dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt, whose tokens in the prompt are consecutive and equal."""
+
+    data: bytes = field(repr=False)  # a file with the scaled image: engines only normalize its pixels
+    start: int  # index of the image's first token in the prompt
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class Generation:
     """One sampled response as returned by the engine. R: number of response tokens."""
@@ -126,6 +135,8 @@ class WeightTransport:
     """Hugging Face names of the weights that the engines hold in block fp8; they are quantized before they are sent."""
     adapter: PublishedAdapter | None = None
     """Send adapters instead of weights; "nccl" is then not possible, and generation is not paused."""
+    without_vision: bool = False
+    """Do not send the weights of the vision tower, which the engines have."""
     through_host: bool = False
     """"tensor": copy adapters to host memory, which engines on other GPUs of trainer rank 0's node can read."""
 
@@ -175,24 +186,37 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
         engine died and no restarts are left."""
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        n: int = 1,
+        *,
+        images: Sequence[PromptImage] = (),
+        session: str | None = None,
     ) -> list[Generation]:
-        """Sample `n` responses to the prompt `input_ids`; `sampling`, `session` and errors as in `generate_each`."""
-        return await self.generate_each([input_ids] * n, [sampling] * n, session=session)
+        """Sample `n` responses to the prompt `input_ids`; the other arguments and errors as in `generate_each`."""
+        return await self.generate_each([input_ids] * n, [sampling] * n, images=[images] * n, session=session)
 
     @abstractmethod
     async def generate_each(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+        self,
+        prompts: list[list[int]],
+        samplings: list[dict[str, Any]],
+        *,
+        images: Sequence[Sequence[PromptImage]] = (),
+        session: str | None = None,
     ) -> list[Generation]:
         """Sample one response to each prompt (token ids), in one request. If the engine dies, the request is sent to
         another engine.
 
         `samplings` has the parameters of each prompt: `temperature`, `top_p`, `top_k`, `max_new_tokens`, `stop`,
-        `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`. Requests with the same
-        session id go to the same engine while it is alive, to hit its prefix cache.
+        `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`. `images` has the images of
+        each prompt, in the order of their tokens; () if no prompt has images. Only an engine with Capability.IMAGES
+        gets images. Requests with the same session id go to the same engine while it is alive, to hit its prefix cache.
 
         Raises:
-            EngineError: the engine rejected the request, for instance because the prompt is too long.
+            EngineError: the engine rejected the request, for instance because the prompt is too long, or it made
+                another number of tokens of the images than the prompt has.
             TimeoutError: there was no answer within the client's time limit.
             ConnectionError: the request failed in every try, with a connection error or a retryable HTTP status.
             RuntimeError: routed experts were requested, but the engine did not return them.

@@ -63,12 +63,19 @@ class EngineOptions:
     compares: bool = False  # --check-weight-update-equal: compare checksums of the weights, or of adapters
     return_experts: bool = False  # request the routed expert ids of every token
     adapters: ServedAdapters | None = None  # send adapters instead of weights
+    vision: Literal["frozen", "trained"] | None = None  # whether the tower of a vision-language model is trained
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
         """Return the number of engines to start: `num_engines` without GPUs, otherwise as many as the GPUs allow."""
         if not has_gpus:
             return self.num_engines
         return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
+
+    @property
+    def sends_vision_once(self) -> bool:
+        """Return whether engines keep the frozen vision tower that they got with their first weight update: unless
+        they release their memory, or their weights are overwritten for a comparison."""
+        return self.vision == "frozen" and not self.offload and not self.compares
 
     @property
     def first_gpu(self) -> int:

@@ -260,6 +260,11 @@ class PostTrainConfig(StageConfig):
             f"--opd-type engine returns log-probs at temperature 1, but --rollout-temperature is "
             f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load",
         )
+        yield (
+            rollout.multimodal_keys and (train.reads_teacher_logprobs or rollout.opd_hint_key),
+            "--multimodal-keys gives prompts images, which an engine's teacher (--opd-type engine) and a teacher with "
+            "hints (--opd-type self) do not see: use a vision-language teacher in the trainer (--opd-type megatron)",
+        )
 
     @model_validator(mode="after")
     def _check_derived_options(self) -> PostTrainConfig:

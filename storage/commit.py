@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from penstock.storage.errors import StoreError
 
@@ -66,6 +66,7 @@ STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export", "regrade")  # 
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, hex
 
 
 def decode_record(model: type[Record], key: str, data: bytes) -> Record:
@@ -143,6 +144,7 @@ class Commit(BaseModel):
     policy_version: int = -1
     attempt: Key | None = None  # key of the private directory that holds the files
     files: list[FileRecord] = Field(default_factory=list)
+    blobs: dict[Digest, int] = Field(default_factory=dict)  # blob that samples refer to (blobs.py) -> bytes
     inputs: dict[str, str] = Field(default_factory=dict)  # role, for instance "rollout" -> commit key or URI
     config_hash: str = ""
     code_version: str = ""
@@ -150,7 +152,7 @@ class Commit(BaseModel):
     seconds: dict[str, float] = Field(default_factory=dict)  # part of the stage -> duration
     summary: dict[str, float] = Field(default_factory=dict)  # metrics: rollout/..., train/..., eval/...
     state: dict[str, Any] = Field(default_factory=dict)  # for the next stage or a replay: data cursor, digests, ...
-    record_version: Literal[2] = 2
+    record_version: Literal[3] = 3
     digest: str = ""  # hash of all other fields (`record_digest`), set by `encode_commit`
 
     @model_validator(mode="after")

@@ -134,6 +134,15 @@ VISION: dict[str, Any] = dict(  # more blocks than one window, and images of oth
 )
 QWEN3_VISION = VISION | dict(num_position_embeddings=25, deepstack_visual_indexes=[0, 2])
 IMAGE_TOKEN = 58
+# Words of the tokenizer beside its 54 characters and special tokens. "ab" is also the text of two other tokens.
+VISION_WORDS = ("<|vision_start|>", "<|vision_end|>", "ab", "<|video_pad|>", "<|image_pad|>")
+VISION_START, VISION_END, AB = 54, 55, 56
+VISION_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2.5-vl": dict(
         architecture="Qwen2_5_VLForConditionalGeneration",
@@ -145,7 +154,7 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         architecture="Qwen3VLForConditionalGeneration",
         vision_config=QWEN3_VISION,
         head_dim=16,
-        **_rope(5e6, mrope_section=[4, 2, 2]),
+        **_rope(5e6, mrope_section=[4, 2, 2], mrope_interleaved=True),
     ),
     "qwen3-vl-moe": dict(
         architecture="Qwen3VLMoeForConditionalGeneration",
@@ -154,7 +163,7 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
-        **_rope(5e6, mrope_section=[3, 3, 2]),
+        **_rope(5e6, mrope_section=[3, 3, 2], mrope_interleaved=True),
     ),
 }
 
@@ -198,6 +207,7 @@ def _write_family(path: Path, name: str, seed: int, dtype: str, config_changes: 
     if "vision_config" in fields:
         outer = {key: fields.pop(key) for key in ("vision_config", "tie_word_embeddings")}
         fields = outer | dict(text_config=fields, image_token_id=IMAGE_TOKEN, video_token_id=57)
+        fields |= dict(vision_start_token_id=VISION_START, vision_end_token_id=VISION_END)
     config = model_class.config_class(dtype=dtype, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -207,12 +217,34 @@ def _write_family(path: Path, name: str, seed: int, dtype: str, config_changes: 
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
     _cast(model, getattr(torch, dtype))
     model.save_pretrained(path)
-    make_tokenizer(config.get_text_config().max_position_embeddings).save_pretrained(path)
+    words = VISION_WORDS if name in VISION_FAMILIES else ()
+    tokenizer = make_tokenizer(config.get_text_config().max_position_embeddings, words)
+    tokenizer.chat_template = VISION_TEMPLATE if words else tokenizer.chat_template
+    tokenizer.save_pretrained(path)
     _as_on_the_hub(path, model_type)
+    if words:
+        _add_processors(path)
     if extra:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in extra.items()}
         _add(path, tensors, config.num_hidden_layers)
     return path
+
+
+def _add_processors(directory: Path) -> None:
+    """Write the settings of the image and video processors of a vision-language model."""
+    config = json.loads((directory / "config.json").read_text())
+    kind = "Qwen3VL" if config["model_type"].startswith("qwen3") else "Qwen2_5_VL"
+    sizes = {name: config["vision_config"][name] for name in ("patch_size", "temporal_patch_size")}
+    sizes |= {"merge_size": config["vision_config"]["spatial_merge_size"]}
+    side = sizes["patch_size"] * sizes["merge_size"]
+    image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{kind}Processor", **sizes}
+    image |= {"size": {"shortest_edge": side**2, "longest_edge": 400 * side**2}}
+    (directory / "preprocessor_config.json").write_text(json.dumps(image))
+    video = {"video_processor_type": f"{kind.replace('2_5_', '2')}VideoProcessor"}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps({**image, **video}))
+    file = directory / "tokenizer_config.json"
+    tokenizer = json.loads(file.read_text()) | {"processor_class": f"{kind}Processor"}
+    file.write_text(json.dumps(tokenizer, indent=2))
 
 
 def hf_model(directory: str | Path) -> Any:

@@ -165,20 +165,9 @@ class Vision(_Component):
         return forward * (3.0 if trained else 1.0)
 
     def image_starts(self, token_ids: np.ndarray, grids: Sequence[Sequence[int]]) -> list[int]:
-        """Return the index of each image's first token in a prompt, whose image tokens must be those of its images.
-        `grids` has (frames, rows, columns) of patches of each image."""
-        tokens, counts = np.flatnonzero(token_ids == self.image_token_id), [*map(self.num_image_tokens, grids)]
-        firsts = np.cumsum([0, *counts])
-        if len(tokens) == firsts[-1]:
-            starts = tokens[firsts[:-1]].tolist()
-            spans = [np.arange(start, start + count) for start, count in zip(starts, counts)]
-            if np.array_equal(tokens, np.concatenate([tokens[:0], *spans])):
-                return starts
-        raise DataError(
-            f"a prompt has {len(tokens)} image tokens (id {self.image_token_id}), but its {len(grids)} images need "
-            f"{firsts[-1]}: give each image as many consecutive image tokens as it has blocks of {self.merge_size} x "
-            f"{self.merge_size} patches"
-        )
+        """Return the index of each image's first token in a sequence, as the function `image_starts` does. `grids` has
+        (frames, rows, columns) of patches of each image."""
+        return image_starts(token_ids, self.image_token_id, [*map(self.num_image_tokens, grids)])
 
     def token_positions(self, num_tokens: int, starts: Sequence[int], grids: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the M-RoPE positions (time, height, width) of a sequence's tokens. [3, num_tokens] int64
@@ -196,6 +185,21 @@ class Vision(_Component):
             following += max(size[1:])
         positions[:, end:] = following + np.arange(num_tokens - end)
         return positions
+
+
+def image_starts(token_ids: np.ndarray, image_token_id: int, num_tokens: Sequence[int]) -> list[int]:
+    """Return the index of each image's first token in a sequence. Its image tokens must be those of its images, which
+    have `num_tokens` each."""
+    tokens, firsts = np.flatnonzero(token_ids == image_token_id), np.cumsum([0, *num_tokens])
+    if len(tokens) == firsts[-1]:
+        starts = tokens[firsts[:-1]].tolist()
+        spans = [np.arange(start, start + count) for start, count in zip(starts, num_tokens)]
+        if np.array_equal(tokens, np.concatenate([tokens[:0], *spans])):
+            return starts
+    raise DataError(
+        f"a prompt has {len(tokens)} image tokens (id {image_token_id}), but its {len(num_tokens)} images need "
+        f"{firsts[-1]}: give each image as many consecutive image tokens as it has blocks of merged patches"
+    )
 
 
 class ModelShape(BaseModel):

@@ -166,6 +166,8 @@ class SGLangBackend(EngineBackend):
             lora = {"enable_lora": True, "max_lora_rank": adapters.rank, "lora_target_modules": list(adapters.modules)}
             # Health checks, which have no adapter, count as one more.
             args = {**lora, "max_loras_per_batch": 1 + adapters.max_versions, **args}
+        if options.vision is not None:
+            args = checks.vision_args() | args
         return checks.without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
@@ -182,6 +184,14 @@ class SGLangBackend(EngineBackend):
             checks.check_model(read_config(Path(spec.model_path) / "config.json"))
             if options.in_flight:
                 older_release.check_streaming()
+            if options.vision == "trained":
+                older_release.check_trained_vision()
+        if options.external and options.vision == "trained":
+            raise EngineError(
+                "--no-freeze-vision needs engines that the run starts, because external engines "
+                "(--rollout-external-engine-addrs) would use the embeddings of images again after a weight update: "
+                "omit one of the options"
+            )
         if options.external and options.in_flight == "in_place":
             raise EngineError(
                 "--pause-generation-mode in_place needs engines that the run starts, because external engines "

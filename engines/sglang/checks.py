@@ -49,6 +49,13 @@ def check_model(values: dict[str, Any]) -> None:
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     scaled = (rope.get("rope_type") or rope.get("type") or "default") != "default"
     top, read = values.get(name), rope.get(name, values.get("max_position_embeddings"))
+    vision = values.get("vision_config") or {}
+    patch_dim = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
+    if architecture == "Qwen2_5_VLForConditionalGeneration" and patch_dim != 1176:
+        raise EngineError(
+            f"config.json has a vision_config with patches of {patch_dim} values, but SGLang reads images for "
+            f"{architecture} only with 1176 (in_channels 3, temporal_patch_size 2, patch_size 14): use such a model"
+        )
     if scaled and top not in (None, read) and architecture not in READ_AT_TOP_LEVEL:
         raise EngineError(
             f"config.json has {name} {top} at the top level, where SGLang does not read it for {architecture} (SGLang "
@@ -105,6 +112,23 @@ def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
                 f"rows for each of the {size} GPUs of an engine (--rollout-num-gpus-per-engine), and SGLang needs a "
                 f"multiple of {BLOCK}: use fewer GPUs per engine, or a bf16 checkpoint"
             )
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def vision_args() -> dict[str, Any]:
+    """Return the flags of a server that reads images.
+
+    Requests have images in their final size, which no bounds must change. Resizing stays on, because the image of
+    SGLang's warm-up request has a size that cannot be cut into patches. With the cache of preprocessed images (0.5.21)
+    an image is processed once for all samples of its group, and token ids are never decoded. With CUDA graphs of the
+    tower, SGLang would otherwise not interpolate the position embeddings of Qwen3-VL's patches as the trainer does.
+    """
+    cache = {"mm_preprocess_cache_size_mb": 1024} if "mm_preprocess_cache_size_mb" in sglang_flags() else {}
+    bounds = {"min_pixels": 1, "max_pixels": 1 << 40}
+    settings = {"mm_process_config": {"image": bounds}, "enable_precise_embedding_interpolation": True}
+    return settings | cache
 
 
 # ---- LoRA adapters ---------------------------------------------------------------------------------------------------

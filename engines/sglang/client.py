@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,7 @@ from penstock.engines.generation import (
     EngineRefused,
     EngineUrls,
     Generation,
+    PromptImage,
     Scores,
     TokenCounts,
     WeightTransport,
@@ -97,31 +98,47 @@ class SGLangClient(EngineClient):
             self._session = None
 
     async def generate_each(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+        self,
+        prompts: list[list[int]],
+        samplings: list[dict[str, Any]],
+        *,
+        images: Sequence[Sequence[PromptImage]] = (),
+        session: str | None = None,
     ) -> list[Generation]:
         assert len(prompts) == len(samplings), f"{len(prompts)} prompts and {len(samplings)} sampling parameters"
         if not prompts:
             return []
+        images = images or [()] * len(prompts)
         are_equal = all(sampling == samplings[0] for sampling in samplings)
         if self.router is not None and not are_equal:
             # The router accepts only one set of sampling parameters per request (sglang-router 0.3.2 answers 422 to a
             # list of them), so each prompt becomes a separate request; a common session sends them to the same engine.
             session = session or uuid.uuid4().hex
-            calls = [self.generate_each([ids], [own], session=session) for ids, own in zip(prompts, samplings)]
+            calls = [
+                self.generate_each([ids], [own], images=[shown], session=session)
+                for ids, own, shown in zip(prompts, samplings, images, strict=True)
+            ]
             return [generation for answer in await asyncio.gather(*calls) for generation in answer]
         sampling = samplings[0] if are_equal else samplings
-        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         if self.experts is not None:
             body["return_routed_experts"] = True
+        if any(images):
+            body["input_ids"] = [merge_image_tokens(*pair) for pair in zip(prompts, images, strict=True)]
+            files = {image.data for shown in images for image in shown}  # the samples of a group have equal images
+            encoded = {data: base64.b64encode(data).decode() for data in files}
+            body["image_data"] = [[encoded[image.data] for image in shown] for shown in images]
 
-        def parse(answer: dict[str, Any], input_ids: list[int], adapter_version: str | None) -> Generation:
-            generation = parse_generation(answer, self.experts, len(input_ids), adapter_version)
+        def parse(answer: dict[str, Any], prompt: list[int], adapter_version: str | None) -> Generation:
+            if "image_data" in body:
+                check_prompt_length(answer, len(prompt))
+            generation = parse_generation(answer, self.experts, len(prompt), adapter_version)
             for version, _ in generation.weight_versions:
                 if version.startswith(control.UPDATING):
                     raise _RetryableError(f"an engine generated with weights that were not complete ({version})")
             return generation
 
-        generations = await self._request_with_retries(body, session, parse)
+        generations = await self._request_with_retries(body, prompts, session, parse)
         return [Generation([], [], "abort", []) for _ in prompts] if generations is None else generations
 
     async def score(self, input_ids: list[int], top_k: int = 0) -> Scores:
@@ -132,7 +149,9 @@ class SGLangClient(EngineClient):
             "logprob_start_len": 0,
             **({"top_logprobs_num": top_k} if top_k else {}),
         }
-        scores = await self._request_with_retries(body, None, lambda answer, ids, _: parse_scores(answer, ids, top_k))
+        scores = await self._request_with_retries(
+            body, [input_ids], None, lambda answer, ids, _: parse_scores(answer, ids, top_k)
+        )
         assert scores, "this client was aborted"
         return scores[0]
 
@@ -210,7 +229,11 @@ class SGLangClient(EngineClient):
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     async def _request_with_retries(
-        self, body: dict[str, Any], session: str | None, parse: Callable[[dict[str, Any], list[int], str | None], T]
+        self,
+        body: dict[str, Any],
+        prompts: list[list[int]],
+        session: str | None,
+        parse: Callable[[dict[str, Any], list[int], str | None], T],
     ) -> list[T] | None:
         """Send a request, with retries. Return `parse(answer, token ids, adapter version)` for each prompt, or None if
         the client is aborted."""
@@ -219,7 +242,7 @@ class SGLangClient(EngineClient):
             while url := await self._choose_engine(session):
                 try:
                     answers, adapter_version = await self._send_once(url, body, session)
-                    parsed = [parse(*pair, adapter_version) for pair in zip(answers, body["input_ids"], strict=True)]
+                    parsed = [parse(*pair, adapter_version) for pair in zip(answers, prompts, strict=True)]
                     self._backoff.pop(url, None)
                     return parsed
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
@@ -348,6 +371,26 @@ def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
     """Call a function for all servers at once, wait for all, and return the results or raise the first error."""
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         return list(pool.map(call, urls))
+
+
+def merge_image_tokens(input_ids: list[int], images: Sequence[PromptImage]) -> list[int]:
+    """Return a prompt with one token in place of the tokens of each image, which SGLang repeats again."""
+    merged, end = [], 0
+    for image in images:
+        merged += input_ids[end : image.start + 1]
+        end = image.start + image.num_tokens
+    return merged + input_ids[end:]
+
+
+def check_prompt_length(answer: dict[str, Any], num_tokens: int) -> None:
+    """Check that the engine used as many prompt tokens as the trainer will. They differ if its image processor gives an
+    image another size, or if it tokenized the text of the prompt again."""
+    if (found := answer["meta_info"]["prompt_tokens"]) != num_tokens:
+        raise EngineError(
+            f"an engine made {found} tokens of a prompt with images, which has {num_tokens}: give engines "
+            "that the run does not start the image processor settings of --hf-checkpoint, and do not set "
+            "SGLANG_MM_AVOID_RETOKENIZE=0"
+        )
 
 
 def parse_scores(answer: dict[str, Any], input_ids: list[int], top_k: int = 0) -> Scores:

@@ -76,6 +76,8 @@ def prepare_imports() -> bool:
 
     import torch
 
+    # Bytes for the embeddings of images that later requests use again. SGLang keeps none for Qwen3-VL on a Hopper GPU.
+    os.environ.setdefault("SGLANG_VLM_CACHE_SIZE_MB", "256")
     if torch.cuda.is_available():
         # SGLang refuses GPUs with unequal free memory, but a trainer rank may be allocating on one of them.
         os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
@@ -125,6 +127,18 @@ def make_sglang_fork() -> None:
     engine._set_envs_and_config = set_envs_and_fork
     os.register_at_fork(after_in_child=die_with_parent)
     gc.freeze()  # otherwise garbage collection writes to all pages that are shared with the children
+
+
+def import_only_needed_processor() -> None:
+    """Make SGLang import the image processor of Qwen-VL only, instead of the processors and models of all its 80
+    multimodal architectures, most of which cannot be imported on a machine without CUDA."""
+    from sglang.srt.managers import multimodal_processor
+
+    def import_qwen_vl(package: str, overwrite: bool = False) -> None:
+        processor = importlib.import_module(f"{package}.qwen_vl").QwenVLImageProcessor
+        multimodal_processor.PROCESSOR_MAPPING.update(dict.fromkeys(processor.models, processor))
+
+    multimodal_processor.import_processors = import_qwen_vl
 
 
 def disable_pinned_memory() -> None:
@@ -184,16 +198,17 @@ def bind_rendezvous_to_its_address() -> None:
 
 
 def separate_prefixes_by_weights() -> None:
-    """Make SGLang's scheduler reuse keys and values only with the weights that computed them.
+    """Make SGLang's scheduler use keys, values and embeddings of images again only with the weights that computed them.
 
     A weight update in place keeps running requests and thus the prefix cache (docs/design/0025). So the key of every
     cache entry begins with the number of weight loads of this process. A request that was running during a load inserts
-    nothing, because old and new weights computed its keys and values.
+    nothing, because old and new weights computed its keys and values. Every load discards the embeddings of images.
     """
     try:
         import sglang.srt.utils.weight_versions  # noqa: F401
     except ImportError:  # SGLang before 0.5.21: Penstock never updates it in place, and every update empties the cache
         return
+    from sglang.srt.managers import mm_schedule
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -207,6 +222,8 @@ def separate_prefixes_by_weights() -> None:
     def load_and_count(updater: Any, source: str) -> Any:
         nonlocal num_loads
         num_loads += 1
+        if mm_schedule.embedding_cache is not None:
+            mm_schedule.embedding_cache.clear()
         return load(updater, source)
 
     def match_and_note_weights(req: Any, *args: Any, **options: Any) -> None:
@@ -250,6 +267,7 @@ if __name__ == "__main__":
 
     if not HAS_CUDA:
         disable_pinned_memory()
+        import_only_needed_processor()
         separate_prefixes_by_weights()
         make_sglang_fork()
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]

@@ -95,6 +95,15 @@ def check_update_in_flight(url: str, release: Release) -> None:
         )
 
 
+def check_trained_vision() -> None:
+    """Check that the installed SGLang forgets the embeddings of images when its weights change."""
+    if is_installed():
+        raise EngineError(
+            "--no-freeze-vision needs SGLang 0.5.21 or later, because earlier releases use the embeddings of images "
+            f"again after a weight update, but SGLang {version('sglang')} is installed: upgrade it, or omit the option"
+        )
+
+
 def reason_against_adapters(gpus_per_engine: int, *, compare: bool) -> str | None:
     """Return why the installed SGLang cannot serve adapters, or None if it can."""
     if is_installed():

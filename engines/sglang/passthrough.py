@@ -51,7 +51,9 @@ _REFUSED = {
     "enable_flexkv flexkv_ radix_cache_backend enable_unified_cache_external_linker unified_cache_external_ "
     "enable_streaming_session",
     "every engine does both prefill and decode": "disaggregation_ enable_pd_role_switch",
-    "only text models are supported": "encoder_",
+    "every engine encodes the images of its requests itself": "encoder_ language_model_only",
+    "images have the size that the trainer uses (--image-min-pixels, --image-max-pixels)": "mm_process_config",
+    "it is always on for a vision-language model": "enable_precise_embedding_interpolation",
     "weights come from --hf-checkpoint and then from the trainer": "load_format remote_instance_weight_loader_",
     "engines get their adapters from the trainer": "lora_ enable_lora_",
     "it would unload adapters that requests still use": "max_loaded_loras",

@@ -43,11 +43,11 @@ from penstock.storage.store import Store, committed_prefixes
 
 VERIFY_USAGE = """penstock verify RUN [--no-hashes] [--store URI ...]
 
-  Checks everything that a run has committed: every record, the size and hash of every file, the inputs of every commit,
-  the order of the rounds, the ids of all samples, and that every prompt of every epoch was served exactly once. Changes
-  nothing. Exit code 1 if a check fails.
+  Checks everything that a run has committed: every record, the size and hash of every file and image, the inputs of
+  every commit, the order of the rounds, the ids of all samples, and that every prompt of every epoch was served exactly
+  once. Changes nothing. Exit code 1 if a check fails.
 
-  --no-hashes   check only the sizes of models, checkpoints and exports (samples are always read)"""
+  --no-hashes   check only the sizes of models, checkpoints, exports and images (samples are always read)"""
 
 MAX_SHOWN = 20  # problems that are printed
 
@@ -88,8 +88,9 @@ def verify_main(argv: list[str]) -> int:
 RM_USAGE = """penstock rm RUN [--yes RUN] [--store URI ...]
 
   Removes a run: its record, rollouts, checkpoints, evaluations, exports, and undelivered MLflow data. Keeps converted
-  models and what MLflow has received. Fails while a driver of the run is alive or a fork needs its files. After a kill
-  the same command, or `penstock gc --delete`, finishes the removal.
+  models, images (`penstock gc` deletes those that no other run uses) and what MLflow has received. Fails
+  while a driver of the run is alive or a fork needs its files. After a kill the same command, or `penstock gc
+  --delete`, finishes the removal.
 
   --yes   the run's name again; required if a round is committed"""
 
@@ -123,9 +124,10 @@ DEFAULT_HOURS = 24.0
 GC_USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
   Lists files that the store no longer needs: attempts without a commit (the writer died, or another attempt was
-  committed first), files of expired checkpoints and removed runs, journals of finished rounds, unfinished forks,
-  temporary files. Without RUN it also lists files that dead processes left in TMPDIR and /dev/shm. Files that a commit
-  of any run refers to are kept (forks use their parent's files).
+  committed first), files of expired checkpoints and removed runs, journals of finished rounds, images that no commit
+  lists (they are deleted only while no driver of any run is alive), unfinished forks, temporary files. Without RUN it
+  also lists files that dead processes left in TMPDIR and /dev/shm. Files that a commit of any run refers to are kept
+  (forks use their parent's files).
 
   RUN            only files of this run; by default the whole store
   --delete       remove the listed files; without this flag nothing is changed

@@ -15,6 +15,7 @@ from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import wide_console
+from penstock.storage.blobs import DIRECTORY
 from penstock.storage.commit import eval_rewards, model_title
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
@@ -193,10 +194,12 @@ def describe(node: Node) -> str:
     """Return a short description of an artifact: size, reward, time."""
     commit = node.commit
     if commit is None:
-        return "outside of the store"
+        return "image" if node.id.startswith(f"{DIRECTORY}/") else "outside of the store"
     parts = ["converted model"] if commit.kind == "model" else []
     if commit.kind == "rollout":
         parts.append(f"{commit.num_samples():,} samples of policy version {commit.policy_version}")
+    if commit.blobs:
+        parts.append(f"{len(commit.blobs):,} images")
     if commit.kind in ("model", "checkpoint", "export"):
         parts.append(format_bytes(sum(file.bytes for file in commit.files)))
     rewards = eval_rewards(commit).values() if commit.kind == "eval" else [commit.summary.get("rollout/raw_reward")]

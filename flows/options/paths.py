@@ -22,7 +22,7 @@ FILES = {  # section -> options that name a file or a directory, or a list or ta
     for section, names in {
         "run": "store save_hf update_weight_disk_dir tb_dir wandb_dir",
         "convert": "hf_checkpoint load convert_save",
-        "rollout": "prompt_data data_cache rm_model_path",
+        "rollout": "prompt_data data_cache image_roots rm_model_path",
         "train": "ref_load",
         "train.opd": "opd_teacher_load opd_teacher_loads",
         "train.lora": "lora_load",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Literal
 
+from penstock.engines.families.entries import read_config
 from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.placement import PlacementOptions
 from penstock.engines.serving.server import ServerSpec
@@ -55,7 +58,16 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         scores=train.reads_teacher_logprobs,
         compares=run.check_weight_update_equal,
         return_experts=train.use_rollout_routing_replay,
+        vision=vision_training(config),
     )
+
+
+def vision_training(config: PostTrainConfig) -> Literal["frozen", "trained"] | None:
+    """Return whether a run trains the vision tower of its model, or None for a model of text only."""
+    file = Path(config.convert.hf_checkpoint) / "config.json"
+    if not file.is_file() or "vision_config" not in read_config(file):
+        return None
+    return "frozen" if config.train.freeze_vision else "trained"
 
 
 def teacher_options(config: PostTrainConfig) -> EngineOptions | None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from penstock.engines.generation import WeightTransport, WeightUpload
+from penstock.engines.generation import EngineRoute, WeightTransport, WeightUpload
 from penstock.engines.serving.adapter_requests import adapter_suffix
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.training import MemorySwitch
@@ -142,6 +142,7 @@ class PolicyPublisher:
         self.processes = processes
         self.config = processes.run.config
         self.on_published = on_published
+        self._have_vision: set[tuple[str, EngineRoute]] = set()  # engines that have got the frozen vision tower
         record = processes.run.record
         self._adapter_suffix = adapter_suffix(
             f"{processes.run.store.uri} {processes.run.keys.run} {record.created_at if record else None}"
@@ -169,6 +170,7 @@ class PolicyPublisher:
             metrics = self._send_and_check(trainer, urls, version, transport)
         else:
             trainer.publish(urls, processes.run.weight_version(version), transport)
+            self._have_vision |= transport.routes.items()
         if run.offloads_engines:
             self.offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
@@ -200,6 +202,9 @@ class PolicyPublisher:
                 compare=config.run.check_weight_update_equal,
             )
             transport = replace(transport, adapter=adapter)
+        routes = transport.routes.items()
+        if processes.setup.options.sends_vision_once and all(route.incarnation for _, route in routes):
+            transport = replace(transport, without_vision=routes <= self._have_vision)
         if directory is not None:
             return transport
         upload = WeightUpload(store.uri, store.options, prefix, engines.actors(urls))

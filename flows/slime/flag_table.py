@@ -128,7 +128,6 @@ _REFUSED = {  # what to use -> flags
     "samples reach the trainer through the store; omit it": "--rollout-data-transport",
     "one process sends the requests of a rollout; use --use-router for many engines, and omit it": """
         --use-distributed-post""",
-    "only text models are supported; omit it": "--multimodal-keys",
     "SFT trains on every assistant turn with its end token, as the model's chat template renders it; omit it, and set "
     "step_loss_mask 0 in messages that are not trained": "--loss-mask-type",
     "a run trains only on rollouts in its store; use `penstock sft` for demonstrations in a file": """

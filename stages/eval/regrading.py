@@ -105,6 +105,7 @@ def regrade_stage(store: Store, keys: RunKeys, data_set: str, index: int, how: R
         summary=summary,
         state={"scoring": how.scoring, "examples": graded.examples, "not_compared": graded.not_compared}
         | ({"data_source": old.state.get("data_source")} if data_set else {}),
+        blobs=old.blobs if data_set else {},
         **old.model_dump(include={"run", "index", "policy_version", "config_hash"}),
     )
     return store.commit(target, commit)

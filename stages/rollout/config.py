@@ -66,6 +66,21 @@ class PromptConfig(StageConfig):
     """Text that the teacher sees in place of the prompt (of a chat: of the last message of the user): {prompt} and
     {hint} are replaced. Default: the text of SDFT's authors."""
 
+    multimodal_keys: dict[str, str] = option(default_factory=dict)
+    """Column of the images of a row, as JSON: '{"image": "images"}'. It has a list of paths, files as bytes, or
+    dictionaries with `bytes` and `path`; the texts of the prompt have one placeholder `<image>` for each."""
+
+    image_min_pixels: int | None = option(None, ge=1)
+    """Images with fewer pixels are enlarged. Default: the bound in the model's preprocessor_config.json."""
+
+    image_max_pixels: int | None = option(None, ge=1)
+    """Images with more pixels are reduced, to bound their number of tokens. Default: the bound in the model's
+    preprocessor_config.json."""
+
+    image_roots: OneOrMore = option(default_factory=list, mutability="placement")
+    """Directories and fsspec URIs from which images may be read; relative paths are looked up in the first one.
+    Default: the directory of the prompt file."""
+
     apply_chat_template: bool = option(False)
     """Render prompts with the tokenizer's chat template; a plain-text prompt becomes one user message."""
 
@@ -122,6 +137,11 @@ class PromptConfig(StageConfig):
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
+        keys = self.multimodal_keys
+        yield (
+            keys and (set(keys) != {"image"} or not keys["image"]),
+            f'--multimodal-keys {json.dumps(keys)}: only images are supported: give \'{{"image": "COLUMN"}}\'',
+        )
         weights = self.prompt_data_weights
         yield (
             weights and len(weights) != len(self.prompt_data),

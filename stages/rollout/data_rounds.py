@@ -23,6 +23,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.metrics import length_metrics, rollout_metrics, sample_preview
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
+from penstock.stages.rollout.prompts.prompt_images import LoadedImages, PromptImages
 from penstock.stages.rollout.prompts.source import Prompt, SourceState
 from penstock.stages.rollout.rollout import ResumePoint, RolloutContext, commit_samples
 from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, join_pieces, split_trained_text
@@ -47,7 +48,8 @@ def sft_data_stage(
     seconds: dict[str, float] = {}
     with record_seconds(seconds, "prepare"):
         prompts, after = context.prompts.take(context.prompts.restore(state), context.config.rollout_batch_size)
-        samples = sft_samples(prompts, context.tokenizer, rollout_id, context.max_seq_len)
+        images = PromptImages(context.config, context.tokenizer.directory, context.store)
+        samples = sft_samples(prompts, context.tokenizer, rollout_id, context.max_seq_len, images)
     return commit_samples(
         context,
         prefix,
@@ -64,16 +66,31 @@ def sft_data_stage(
 
 
 def sft_samples(
-    prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int, max_seq_len: int | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: PromptTokenizer,
+    rollout_id: int,
+    max_seq_len: int | None = None,
+    images: PromptImages | None = None,
 ) -> list[Sample]:
     """Return one sample per conversation. The loss mask is 1 on the assistant turns, including the token that ends each
-    turn. A conversation may have at most `max_seq_len` tokens."""
+    turn. A conversation may have at most `max_seq_len` tokens. `images` writes the images of the conversations to the
+    store; None: conversations without images."""
+    loaded = [LoadedImages() for _ in prompts] if images is None else images.write(prompts)
     conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []
-    for prompt, pieces in zip(prompts, conversations):
+    for prompt, pieces, of_prompt in zip(prompts, conversations, loaded):
+        ids, problem = list(islice(encoded, len(pieces))), ""
+        if any(text != escape_invalid_text(text) for text, _ in pieces):
+            problem = "the conversation is not valid Unicode: it has a lone surrogate"
+        if images is not None:
+            try:
+                ids = images.expand(of_prompt, ids)
+            except DataError as error:
+                problem = f"{_where(prompt)}: {error}"
+                ids, of_prompt = images.without_image_tokens(ids), LoadedImages()
         try:
-            token_ids, loss_mask = join_pieces(pieces, list(islice(encoded, len(pieces))), max_seq_len)
+            token_ids, loss_mask = join_pieces(pieces, ids, max_seq_len)
         except DataError as error:
             raise DataError(f"{_where(prompt)}: {error}") from None
         group_id = f"{prompt.issue:09d}"
@@ -90,12 +107,13 @@ def sft_samples(
                 token_ids=token_ids,
                 loss_mask=loss_mask,
                 rollout_logprobs=[0.0] * len(token_ids),
+                images=list(of_prompt.digests),
                 status=Status.COMPLETED,
                 metadata={**prompt.metadata, "source": prompt.position},
             )
         )
-        if any(text != escape_invalid_text(text) for text, _ in pieces):
-            samples[-1].fail("the conversation is not valid Unicode: it has a lone surrogate")
+        if problem:
+            samples[-1].fail(problem)
     return samples
 
 
@@ -161,6 +179,7 @@ def row_of_sample(sample: Sample, index: int, group_index: int) -> dict[str, Any
             "trajectory_id": sample.trajectory_id,
             "rewards": sample.rewards,
             "policy_versions": list(sample.policy_versions),
+            "images": sample.images,  # names of blobs; the store that loads the file must have them
             "routed_experts": None if experts is None else torch.frombuffer(bytearray(experts), dtype=torch.uint8),
         },
     }
@@ -233,6 +252,7 @@ def sample_of_row(row: dict[str, Any], index: int, config: RolloutConfig) -> Sam
     if row.get("reward") is not None:
         parse_reward(row["reward"], config.reward_key, "the file").apply(sample)
     sample.rewards = dict(own.get("rewards") or sample.rewards)
+    sample.images = list(own.get("images") or ())
     experts = own.get("routed_experts")
     sample.routed_experts = None if experts is None else experts.numpy().tobytes()
     return sample

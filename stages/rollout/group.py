@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.generation import EngineClient, Generation, Scores, TokenCounts
+from penstock.engines.generation import EngineClient, Generation, PromptImage, Scores, TokenCounts
+from penstock.stages.images import SampleImages
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
@@ -77,6 +78,7 @@ class GroupRunner:
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
     num_gpus: int = 1  # GPUs of all engines; on a machine without GPUs, the number of engines
     teacher: Teacher | None = None  # computes log-probs in an engine
+    images: SampleImages | None = None  # of a vision-language model
     stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)
     num_response_tokens: int = 0  # trained tokens generated in this attempt
@@ -119,7 +121,7 @@ class GroupRunner:
         """Return the samples of a group, or some of them, with responses and, if `grade`, with rewards. Finished
         groups are neither read from the journal nor added to it."""
         async with self.slots:
-            samples = await self.generator(samples)
+            samples = await self._call_generator(samples)
         if grade:
             await self.grade(samples)
         return samples
@@ -148,7 +150,7 @@ class GroupRunner:
         num_before = num_trained_tokens(group)
         async with self.slots:
             try:
-                group = await self.generator(group)
+                group = await self._call_generator(group)
             except ValueError as error:  # only this prompt is invalid (too long, for example); the round continues
                 for sample in group:
                     failed_outcome(f"refused by the engine: {error}").apply(sample)
@@ -160,6 +162,12 @@ class GroupRunner:
             failpoint("eval-generating")
         if all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in group):
             self.journal.add_finished_group(group)
+        return group
+
+    async def _call_generator(self, group: Group) -> Group:
+        group = await self.generator(group)
+        if self.images is not None:
+            await asyncio.to_thread(self.images.fail_unusable, group)
         return group
 
     async def grade(self, group: Group) -> None:
@@ -185,6 +193,7 @@ class EngineGenerator:
     config: GenerationConfig
     tokenizer: PromptTokenizer
     round: RolloutRound
+    images: SampleImages | None = None
     counts: TokenCounts = field(default_factory=TokenCounts)
 
     async def __call__(self, samples: Group) -> Group:
@@ -201,7 +210,9 @@ class EngineGenerator:
         if not pending:
             return samples
         generations = await self.client.generate_each(
-            [sample.token_ids for sample, _ in pending], [params for _, params in pending]
+            [sample.token_ids for sample, _ in pending],
+            [params for _, params in pending],
+            images=[await prompt_images(self.images, sample) for sample, _ in pending],
         )
         assert len(generations) == len(pending), f"{len(generations)} responses for {len(pending)} samples"
         for (sample, _), generation in zip(pending, generations):
@@ -229,6 +240,7 @@ class EngineCalls:
     tokenizer: PromptTokenizer
     config: GenerationConfig
     round: RolloutRound
+    images: SampleImages | None = None
     loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
     fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
     counts: TokenCounts = field(default_factory=TokenCounts)  # token counts of all requests
@@ -270,7 +282,7 @@ class EngineCalls:
             params.setdefault("no_stop_trim", True)  # keep the stop string in the text, because its tokens are kept
         num_before = len(sample.token_ids)
         try:
-            generation = await self._send_request(list(sample.token_ids), params, sample.trajectory_id)
+            generation = await self._send_request(sample, params)
             append_generation(sample, generation, self.round)
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             self.fault = error
@@ -283,24 +295,37 @@ class EngineCalls:
         self._decode_response(sample)
         return self._decode(sample.token_ids[num_before:])
 
-    def append(self, sample: Sample, content: str | Sequence[int]) -> bool:
+    def append(self, sample: Sample, content: str | Sequence[int], images: Sequence[bytes] = ()) -> bool:
         """Append content that the model did not generate (for example tool output) with loss mask 0, as text or token
-        ids. Return False if it exceeds the length limit (the status becomes `truncated`), or if the round is over
-        (`aborted`)."""
+        ids, with one image token for each of `images`, which are files. Return False if it exceeds the length limit
+        (the status becomes `truncated`), or if the round is over (`aborted`)."""
         if sample.status is Status.ABORTED:
             return False
         token_ids = (
             self.tokenizer.encode([content])[0] if isinstance(content, str) else [int(token) for token in content]
         )
+        num_images = len(sample.images)
+        token_ids = self.add_images(sample, token_ids, images)
         if len(token_ids) > sampling_params_for(self.config, sample)["max_new_tokens"]:
             sample.status = Status.TRUNCATED
+            del sample.images[num_images:]
             return False
         sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
         self._decode_response(sample)
         return True
 
-    async def _send_request(self, token_ids: list[int], params: dict[str, Any], session: str) -> Generation:
-        call = self.client.generate(token_ids, params, session=session)
+    def add_images(self, sample: Sample, token_ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """Add images, which are files, to a sample whose next tokens are `token_ids`. Return these with as many image
+        tokens as the images need. Raises DataError."""
+        if not images:
+            return token_ids
+        if self.images is None:
+            raise PluginError("a message has an image, but --hf-checkpoint is a model of text only: omit the image")
+        return self.images.add(sample, token_ids, images)
+
+    async def _send_request(self, sample: Sample, params: dict[str, Any]) -> Generation:
+        images = await prompt_images(self.images, sample)
+        call = self.client.generate(list(sample.token_ids), params, images=images, session=sample.trajectory_id)
         if self.loop is None or self.loop is asyncio.get_running_loop():
             return (await call)[0]
         try:
@@ -316,6 +341,14 @@ class EngineCalls:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode([token_ids], skip_special_tokens=self.config.rollout_skip_special_tokens)[0]
+
+
+async def prompt_images(images: SampleImages | None, sample: Sample) -> list[PromptImage]:
+    """Return the images of a sample for a request to an engine. `images` is None for a model of text only. Raises
+    DataError if the sample's image tokens are not those of its images."""
+    if images is None or not sample.images:
+        return []
+    return await asyncio.to_thread(images.of_prompt, sample.token_ids, sample.images)
 
 
 def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, Any]:
@@ -456,6 +489,11 @@ class Teacher:
             raise DataError(
                 f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-urls "
                 f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key"
+            )
+        if sample.images:
+            raise DataError(
+                f"sample {sample.sample_id} has images, which an engine's teacher does not see: use a vision-language "
+                "teacher in the trainer (--opd-type megatron), or prompts without images"
             )
         try:
             async with self.slots:

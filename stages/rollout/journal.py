@@ -20,6 +20,7 @@ from types import TracebackType
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
+from penstock.storage.blobs import blob_sizes
 from penstock.storage.commit import JOURNAL, Commit
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted
@@ -125,6 +126,7 @@ class Journal:
             policy_version=self.round.policy_version,
             attempt=attempt,
             files=out.files,
+            blobs=blob_sizes(self.store, (digest for sample in samples for digest in sample.images)),
             state={"identity": self.identity},
         )
         while True:  # use the next free number: another driver, presumed dead, may still write entries of the round

@@ -26,12 +26,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.engines.local_gpus import ReadCounters, energy_metric
+from penstock.stages.images import ImageProcessor, SampleImages, read_image_token_id
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import penalize_overlong
 from penstock.stages.rollout.collect import (
@@ -69,8 +71,10 @@ from penstock.stages.rollout.prompts.data_source import (
     open_data_source,
     resized_group,
 )
+from penstock.stages.rollout.prompts.prompt_images import PromptImages
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.blobs import blob_sizes
 from penstock.storage.commit import BUFFER, Commit, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
@@ -115,6 +119,14 @@ class RolloutContext:
     teacher_top_k: int = 0  # number of the teacher's most probable tokens that the samples store (--opd-top-k)
     serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
+
+    @cached_property
+    def images(self) -> SampleImages | None:
+        """Return the reader of the samples' images; None for a model of text only."""
+        if read_image_token_id(self.tokenizer.directory) is None:
+            return None
+        bounds = self.config.image_min_pixels, self.config.image_max_pixels
+        return SampleImages(self.store, ImageProcessor.load(self.tokenizer.directory, *bounds))
 
 
 @dataclass(frozen=True)
@@ -220,8 +232,11 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
     """Open the data source at the data position of `resume_point`. Rollouts skip prompts above the length limit;
     evaluations do not."""
     config = context.config
-    length_filter = LengthFilter(config, context.tokenizer) if round.kind == "rollout" else None
-    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter)
+    images = PromptImages(config, context.tokenizer.directory, context.store)
+    length_filter = None
+    if round.kind == "rollout":
+        length_filter = LengthFilter(config, context.tokenizer, images.count_extra_tokens)
+    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter, images)
     return PromptIntake(open_data_source(config, dataset), resume_point.state, resume_point.buffer)
 
 
@@ -275,7 +290,7 @@ async def call_rollout_function(
     data_set: str | None,
 ) -> CollectedGroups:
     """Return the groups that the function of --rollout-function-path generates for a round or an evaluation."""
-    handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
+    handle = EngineHandle(client, context.tokenizer, context.config, runner.round, context.images)
     handle.loop = asyncio.get_running_loop()
     try:
         return await RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set).run(num_groups)
@@ -293,9 +308,9 @@ async def open_runner(
     client = context.connect(engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
     generators: AbstractAsyncContextManager[Generator] = (
-        CustomGeneration(config, client, context.tokenizer, round)
+        CustomGeneration(config, client, context.tokenizer, round, context.images)
         if config.custom_generate_function_path is not None
-        else nullcontext(EngineGenerator(client, config, context.tokenizer, round))
+        else nullcontext(EngineGenerator(client, config, context.tokenizer, round, context.images))
     )
     teachers = open_teacher(config, context.serving_teacher, round, context.teacher_top_k)
     async with client, generators as generator, teachers as teacher:
@@ -309,6 +324,7 @@ async def open_runner(
             slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // config.n_samples_per_prompt)),
             partial_rollout=config.partial_rollout,
             num_gpus=num_engines * config.rollout_num_gpus_per_engine,
+            images=context.images,
         )
         yield runner, client
 
@@ -424,6 +440,9 @@ def commit_samples(
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
+    fields["blobs"] = blob_sizes(store, chain.from_iterable(sample.images for sample in [*samples, *buffer]))
+    if fields["blobs"] and context.images:
+        fields["state"] = {**fields.get("state", {}), "image_processor": context.images.processor.fingerprint()}
     commit = store.commit(prefix, Commit(files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.backends import engine_backend
 from penstock.engines.scratch import end_with_parent, own_temp_directory, print_stacks_on_signal
 from penstock.engines.training import MemorySwitch, StateKind, TrainEngine, train_backend
+from penstock.stages.images import SampleImages, fingerprint_of_images, read_image_processor
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -254,7 +255,7 @@ class TrainActor:
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
         table = read_table(self.store, rollout)
-        batch = self._batch_of(table)
+        batch = self._batch_of(table, [rollout])
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
         trace = partial(self.diagnostics.traced, rollout_id=version)
@@ -288,7 +289,7 @@ class TrainActor:
             steps=trained.steps,
             seconds=seconds,
             digest=digest,
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint() | fingerprint_of_images(rollout),
             sample_uses=encode_runs(trained.sample_uses),
             files=files,
             notes=self.diagnostics.take_notes(),
@@ -307,9 +308,9 @@ class TrainActor:
         from penstock.stages.train.influence import objective_of_samples
         from penstock.storage.samples.shards import read_table
 
-        batch = self._batch_of(read_table(self.store, rollout))
+        batch = self._batch_of(read_table(self.store, rollout), [rollout])
         samples = pa.concat_tables([read_table(self.store, evaluation) for evaluation in evaluations])
-        evaluated = Batch.from_table(samples, needs_rewards=False)
+        evaluated = self._with_images(Batch.from_table(samples, needs_rewards=False), samples, evaluations)
         self._state = self._state.model_copy(update={"clean": False})
         config, temperature = self.spec.config, self.spec.temperature
         direction = np.array(contrast, np.float64)
@@ -389,8 +390,8 @@ class TrainActor:
         switches, self._memory_switches = self._memory_switches, []
         return switches
 
-    def _batch_of(self, table: pa.Table) -> Batch:
-        """Return the samples of a round as arrays, with what the options need of them."""
+    def _batch_of(self, table: pa.Table, commits: Sequence[Commit]) -> Batch:
+        """Return the samples of committed rounds as arrays, with what the options need of them."""
         from penstock.stages.train.batching import Batch, EngineChoices, add_teacher_data
 
         config = self.spec.config
@@ -399,7 +400,16 @@ class TrainActor:
         )
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
-        return add_teacher_data(batch, table, config)
+        return add_teacher_data(self._with_images(batch, table, commits), table, config)
+
+    def _with_images(self, batch: Batch, table: pa.Table, commits: Sequence[Commit]) -> Batch:
+        """Return the samples of commits with their images, for a vision-language model."""
+        from penstock.stages.train.batching import with_images
+
+        if (vision := self.spec.shape.vision) is None:
+            return batch
+        processor = next(filter(None, map(read_image_processor, commits)), None)
+        return with_images(batch, table, vision, SampleImages(self.store, processor) if processor else None)
 
     @contextmanager
     def _changing_weights_to(self, version: int) -> Iterator[None]:
@@ -413,14 +423,17 @@ class TrainActor:
 def published_tensors(
     policy: TrainEngine, shape: ModelShape, transport: WeightTransport
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights under their Hugging Face names, or its adapters under PEFT's. A collective."""
+    """Yield the weights of the policy that `transport` sends under their Hugging Face names, or its adapters under
+    PEFT's. A collective."""
     from penstock.engines.families import tensor_layout
+    from penstock.engines.families.tensor_rows import VISION
     from penstock.engines.lora import to_peft
 
     layout = tensor_layout(shape)
     if transport.adapter is None:
         for name, tensor in policy.gather_weights().tensors:
-            yield from layout.to_hf(name, tensor)
+            if not (transport.without_vision and name.startswith(VISION)):
+                yield from layout.to_hf(name, tensor)
     else:
         for layer, first, second in policy.named_adapters():
             yield from to_peft(layout, layer, first, second)

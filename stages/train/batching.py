@@ -8,9 +8,10 @@ micro-batch stores the numbers of its trained tokens. `microbatches.py` chooses 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.families.shape import ModelShape, Vision, experts_format
 from penstock.engines.training import PackedImages
+from penstock.stages.images import ProcessedImages, SampleImages
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.divergences import Teacher
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 from penstock.storage.samples.sample import TEACHER, TRAIN_REWARD
 from penstock.storage.samples.shards import list_column, trained_mask
 
 PAD_TOKEN = 0
+NUM_THREADS = 8  # that process the images of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Batch:
     teacher_index: np.ndarray | None = None  # [B] int64, which teacher in the trainer a sample has; None: the first
     hinted: Batch | None = None  # the same samples after the prompts that the teacher sees, if these are others
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
+    images: BatchImages | None = None  # of a vision-language model
     image_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))  # [I, 3] as in `PackedImages`
     image_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [I] sample of each image
 
@@ -114,6 +119,20 @@ def train_flops(
     lengths, grids = batch.lengths[samples], batch.image_grids[np.isin(batch.image_samples, samples)].tolist()
     tokens, squares = int(lengths.sum()), int((lengths**2).sum())
     return shape.train_flops(tokens, squares, grids, frozen=frozen, trains_vision=trains_vision)
+
+
+def with_images(batch: Batch, table: pa.Table, vision: Vision, images: SampleImages | None) -> Batch:
+    """Return a batch with the images of its samples, which `table` names and `images` reads; None: there are none."""
+    digests = table["images"].to_pylist()
+    used = list(dict.fromkeys(chain.from_iterable(digests)))
+    assert images or not used, "the rollout has images, but its commit has no image processor"
+    grids = dict(zip(used, map_in_threads(images.grid, used, NUM_THREADS))) if images else {}
+    return replace(
+        batch,
+        images=BatchImages(vision, digests, images.process if images else None),
+        image_grids=np.array([grids[digest] for own in digests for digest in own], np.int64).reshape(-1, 3),
+        image_samples=np.repeat(np.arange(len(digests)), [len(own) for own in digests]),
+    )
 
 
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
@@ -311,6 +330,9 @@ def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
     lengths = [len(tokens) for tokens in per_sample] or [1]
     tokens = np.concatenate(per_sample) if per_sample else np.zeros(0, dtype=np.int64)  # positions in the flat arrays
     cu_seqlens = np.cumsum([0, *lengths])
+    positions, images = torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)), None
+    if batch.images is not None:
+        positions, images = batch.images.pack(batch, sample_indices)
     # A position predicts the next token. The loss mask is False for the first token of every sample, so the last
     # position of a sample is not trained to predict the first token of the next sample.
     trained = np.flatnonzero(batch.loss_mask[tokens[1:]])
@@ -318,7 +340,7 @@ def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
     sequence = np.repeat(np.arange(len(sample_indices)), lengths if per_sample else 0)[trained]
     return PackedMicrobatch(
         token_ids=torch.from_numpy(batch.token_ids[tokens] if per_sample else np.array([PAD_TOKEN])),
-        position_ids=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)),
+        position_ids=positions,
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         max_seqlen=max(lengths),
         trained=torch.from_numpy(trained),
@@ -328,7 +350,38 @@ def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
             torch.from_numpy(sequence), torch.from_numpy(batch.num_trained_tokens[list(sample_indices)])
         ),
         routing=None if batch.engine_choices is None else batch.engine_choices.decode(sample_indices),
+        images=images,
     )
+
+
+@dataclass(frozen=True)
+class BatchImages:
+    """The images of the samples of a rollout, which are processed when a micro-batch is packed."""
+
+    vision: Vision
+    digests: list[list[str]]  # [B] images of each sample, in the order of their tokens
+    process: Callable[[str], ProcessedImages] | None  # returns the patches of one image; None: there are no images
+
+    def pack(self, batch: Batch, sample_indices: Sequence[int]) -> tuple[Tensor, PackedImages | None]:
+        """Return the positions of the tokens of a micro-batch of samples, [3, T], and its images."""
+        digests = [self.digests[row] for row in sample_indices]
+        used = list(dict.fromkeys(digest for own in digests for digest in own))
+        processed = dict(zip(used, map_in_threads(self.process, used, NUM_THREADS))) if self.process else {}
+        positions, grids, starts, end = [np.zeros((3, int(not digests)), np.int64)], [], [], 0
+        for row, own in zip(sample_indices, digests):
+            token_ids = batch.token_ids[batch.offsets[row] : batch.offsets[row + 1]]
+            own_grids = [processed[digest].grid_thw[0] for digest in own]
+            own_starts = self.vision.image_starts(token_ids, own_grids)
+            positions.append(self.vision.token_positions(len(token_ids), own_starts, own_grids))
+            starts += [end + start for start in own_starts]
+            grids += own_grids
+            end += len(token_ids)
+        all_positions = torch.from_numpy(np.concatenate(positions, axis=1))
+        if not grids:
+            return all_positions, None
+        pixels = np.concatenate([processed[digest].pixel_values for own in digests for digest in own])
+        grid_thw = torch.from_numpy(np.stack(grids).astype(np.int64))
+        return all_positions, PackedImages(torch.from_numpy(pixels), grid_thw, torch.tensor(starts))
 
 
 @dataclass(frozen=True)

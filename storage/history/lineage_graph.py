@@ -13,19 +13,22 @@ a Hugging Face model). The inputs of a node, by role:
     regrade      the rollout whose samples were graded again
 
 "The policy" of version v is the step that made it, or the converted model for version 0, because a checkpoint may
-expire while the step remains. A fork contains copies of its parent's commits; the graph has only the originals.
+expire while the step remains. An image (a blob) is in the graph only if it is asked for, as an input of the rollouts
+and evaluations that list it: a round may have thousands. A fork contains copies of its parent's commits; the graph has
+only the originals.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.storage.blobs import DIRECTORY, blob_key
 from penstock.storage.commit import STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
@@ -126,6 +129,16 @@ def read_lineage(store: Store) -> LineageGraph:
     return graph
 
 
+def add_image(graph: LineageGraph, digest: str) -> None:
+    """Add a blob to the graph, as an input of the commits that list it; do nothing if there are none."""
+    id, users = blob_key(digest), [node for node in graph.nodes.values() if node.commit and digest in node.commit.blobs]
+    if users:
+        graph.nodes[id] = Node(id)
+    for node in users:
+        graph.nodes[node.id] = replace(node, inputs=(*node.inputs, ("image", id)))
+        graph.users[id].append(node.id)
+
+
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
     """Return the commits of a fork that are copies of its parent's commits: key of the copy -> key of the original."""
     record = read_run_record(store, keys)
@@ -163,12 +176,14 @@ def inputs_of(graph: LineageGraph, key: str, commit: Commit, attempts: dict[str,
 
 REFERENCES = (
     "RUN, RUN/20 (a checkpoint), RUN/rollout/19, RUN/step/19, RUN/eval/20/DATA_SET, RUN/export/20, RUN/sample/ID, "
-    "RUN/prompt/ID, RUN/regrade/19/HASH"
+    "RUN/prompt/ID, RUN/regrade/19/HASH, blobs/SHA256 (an image)"
 )
 
 
 def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
     """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout."""
+    if reference.startswith(f"{DIRECTORY}/"):
+        add_image(graph, reference.removeprefix(f"{DIRECTORY}/"))
     for id in (reference, commit_key(reference), str(Path(reference).absolute())):
         if id in graph.nodes:
             return graph.nodes[id]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.storage.blobs import blob_key, read_blob
 from penstock.storage.commit import (
     CheckpointRef,
     Commit,
@@ -63,6 +64,7 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
     record = check.read_records()
     commits = check.read_commits()
     check.check_file_sizes_or_hashes(commits, verify_hashes)
+    check.check_blobs(commits, verify_hashes)
     check.check_inputs_exist(commits)
     check.check_commits_match_keys(commits)
     check.check_rounds_are_consecutive(commits)
@@ -177,6 +179,27 @@ class _RunAudit:
             for record in commit.files
         ]
         self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
+
+    def check_blobs(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
+        """Check size and, with `verify_hashes`, content of every blob that a commit lists."""
+        listed = {digest: (size, prefix) for prefix, commit in commits.items() for digest, size in commit.blobs.items()}
+        self.result.num_files += len(listed)
+        self.result.num_bytes += sum(size for size, _ in listed.values())
+
+        def describe_damage(digest: str) -> str | None:
+            key, (needed, prefix) = blob_key(digest), listed[digest]
+            size = self.store.size(key)
+            if size != needed:
+                return f"{size_mismatch_error(key, needed, size)} (an image of {prefix})"
+            try:
+                if verify_hashes:
+                    read_blob(self.store, digest)
+            except StoreError as error:
+                return f"{error} (an image of {prefix})"
+            return None
+
+        found = map_in_threads(describe_damage, list(listed), NUM_FILES)
+        self.result.problems += [problem for problem in found if problem]
 
     def check_inputs_exist(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an

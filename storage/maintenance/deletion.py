@@ -13,6 +13,10 @@ registers itself and then looks for `removing.lease`. So at least one of them se
 once `removed.json` exists. If the removal is killed, the next `penstock rm`, `penstock gc --delete` or start of a run
 with the same name deletes the remaining files, `removed.json` last.
 
+Blobs (blobs.py) belong to no run: one that no commit of any run lists is unused. Before a driver refers to a blob, it
+has its own lease and looks for `blobs/collecting.lease`; the deletion of blobs creates that lease and then looks for
+drivers. So at least one of them sees the other: the driver waits, or no blob is deleted.
+
 An orphan is a file that no commit of *any* run lists (a fork's commits list files of its parent) and no live writer or
 driver uses (leases.py): a file of a killed writer, an expired checkpoint, the journal of a finished round, ... Files
 younger than the caller's limit are skipped, except those of expired checkpoints and removed runs.
@@ -30,6 +34,7 @@ from dataclasses import dataclass
 
 from pydantic import model_validator
 
+from penstock.storage.blobs import COLLECTION_LEASE, DIRECTORY, blob_key
 from penstock.storage.commit import JOURNAL, Commit, Frozen, Record, RunKeys, commit_key, split_stage_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
@@ -52,6 +57,8 @@ from penstock.storage.store import Store, committed_prefixes
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
 _REMOVAL_LEASE = "removing.lease"
 _COMMIT = commit_key("")
+_BLOB = re.compile(rf"{DIRECTORY}/[0-9a-f]{{64}}")
+_UNUSED_BLOBS = "unused images"
 
 
 class Tombstone(Frozen):
@@ -318,7 +325,9 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
     contents = _Contents(store)
     units: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
     for key, file in contents.files.items():
-        if key not in contents.committed_files and (kind_and_unit := contents.orphan_kind_and_key(key)):
+        if key in contents.committed_files or (kind_and_unit := contents.orphan_kind_and_key(key)) is None:
+            continue
+        if kind_and_unit[0] != _UNUSED_BLOBS or file.modified <= limit:  # the unused blobs are one orphan
             units[kind_and_unit].append(file)
     orphans = [
         Orphan(
@@ -337,6 +346,8 @@ def remove_orphan(store: Store, orphan: Orphan, now: float) -> bool:
     whether it was deleted. `now` is the current time by the store's clock (`leases.store_time`)."""
     if orphan.kind == "unfinished attempt":
         return _remove_unfinished_attempt(store, orphan, now)
+    if orphan.kind == _UNUSED_BLOBS:
+        return _remove_unused_blobs(store, orphan)
     in_use = False
     match orphan.kind, orphan.key.split("/"):
         case "removed run" | "half-made fork", [_, run]:
@@ -377,6 +388,20 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
     return True
 
 
+def _remove_unused_blobs(store: Store, orphan: Orphan) -> bool:
+    """Delete blobs that no commit lists, unless a driver of any run is alive, which may have begun to use them."""
+    lease = Lease(store, COLLECTION_LEASE)
+    try:
+        if any(describe_live_drivers(store, RunKeys(run)) for run in store.list("runs")):
+            return False
+        if not _Contents(store).committed_files.isdisjoint(orphan.files):  # a driver has begun and ended since
+            return False
+        store.delete(orphan.files)
+        return True
+    finally:
+        lease.release()
+
+
 class _Contents:
     """All files of a store, and what its records say about them."""
 
@@ -395,7 +420,16 @@ class _Contents:
             for key, commit in _read_records(store, [key for key in records if key.endswith(_COMMIT)], Commit).items()
             if commit.attempt not in self.expired or tombstone_key(key.removesuffix(_COMMIT)) not in files
         ]
+        journals = [  # entries of the journals of unfinished rounds
+            key
+            for key in files
+            if (prefix := split_stage_key(key)[0]).endswith(JOURNAL)
+            and re.fullmatch(rf"{re.escape(prefix)}/\d+{re.escape(_COMMIT)}", key)
+            and commit_key(prefix.removesuffix(JOURNAL)) not in files
+        ]
         self.committed_files = {record.path for commit in commits for record in commit.files}
+        for commit in [*commits, *_read_records(store, journals, Commit).values()]:
+            self.committed_files |= {blob_key(digest) for digest in commit.blobs}
         self.committed = {commit.attempt for commit in commits}  # keys of attempts
 
     def orphan_kind_and_key(self, key: str) -> tuple[str, str] | None:
@@ -417,6 +451,10 @@ class _Contents:
                 return "published weights", f"{RunKeys(run).prefix}/published/{weights}"
             case [name] if name.startswith(".penstock-probe-"):
                 return "probe file", key
+            case [_, _] if _BLOB.fullmatch(key):
+                return _UNUSED_BLOBS, DIRECTORY
+            case [_, _] if key == COLLECTION_LEASE:
+                return "old lease", key
         return self._orphan_of_stage(key)
 
     def _orphan_of_stage(self, key: str) -> tuple[str, str] | None:

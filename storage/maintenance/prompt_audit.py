@@ -27,7 +27,17 @@ from penstock.storage.samples.shards import trained_mask
 from penstock.storage.store import Store
 
 _BATCH = 4096  # samples per read
-_COLUMNS = ["sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "metadata", "reward", "status"]
+_COLUMNS = [
+    "sample_id",
+    "group_id",
+    "trajectory_id",
+    "rollout_id",
+    "policy_versions",
+    "metadata",
+    "reward",
+    "status",
+    "images",
+]
 _NO_FILE = -1  # file index of prompts that a custom data source has created
 _MAX_PROBLEMS = 10  # per round; further ones are not reported
 
@@ -58,6 +68,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
     served: dict[int, Source] = {}
     buffered: dict[int, Source] = {}
     siblings: dict[int, set[str]] = defaultdict(set)
+    images: dict[str, str] = {}  # digest -> id of a sample that refers to it
     rewards: list[float | None] = []
     has_tokens: list[bool] = []
     statuses: Counter[str] = Counter()
@@ -67,6 +78,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
         with store.reading(commit) as directory:
             for row in _read_rows(directory, commit, TRAINED):
                 ids.append(row["sample_id"])
+                images |= dict.fromkeys(row["images"], row["sample_id"])
                 rewards.append(row["reward"])
                 has_tokens.append(row["has_tokens"])
                 statuses[row["status"]] += 1
@@ -89,8 +101,13 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                     problems.append(f"{prefix}: the samples of group {row['group_id']} have different prompts")
             for row in _read_rows(directory, commit, BUFFER):
                 buffered[int(row["group_id"])] = _prompt_origin(json.loads(row["metadata"]))
+                images |= dict.fromkeys(row["images"], row["sample_id"])
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
+    if unlisted := images.keys() - commit.blobs.keys():
+        problems.append(
+            f"{commit_key(prefix)} does not list the image {min(unlisted)} of sample {images[min(unlisted)]} in `blobs`"
+        )
     if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
         problems.append(f"{prefix}: {len(repeated)} sample ids are not unique, first {repeated[0]}")
     if len(sizes := {len(members) for members in siblings.values()}) > 1:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from penstock.storage.commit import escape_invalid_text
 from penstock.storage.errors import PluginError, RunError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _VERSION_KEY = b"penstock_schema_version"
 # Component of `rewards` that a user-defined function can set (--custom-reward-post-process-path). Advantage estimators
 # use it in place of the reward, and do not normalize it within groups.
@@ -56,6 +56,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)  # [L] prompt + response
     loss_mask: list[int] = field(default_factory=list)  # [L] 1 = trained on; 0 = prompt, tool or environment token
     rollout_logprobs: list[float] = field(default_factory=list)  # [L] of the engine; 0.0 where loss_mask is 0
+    images: list[str] = field(default_factory=list)  # blobs (storage/blobs.py), in the order of their tokens
     teacher_logprobs: list[float] | None = None  # [L] of a teacher's engine; 0.0 where loss_mask is 0
     teacher_prompt_ids: list[int] | None = None  # tokens of the prompt that the teacher sees (--opd-hint-key)
     teacher_top_ids: Any = None  # [L * k] int32, the k most probable tokens of a teacher's engine (--opd-top-k), ...
@@ -120,6 +121,7 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.int8())),
         ("rollout_logprobs", pa.list_(pa.float32())),
+        ("images", pa.list_(pa.string())),
         ("teacher_logprobs", pa.list_(pa.float32())),
         ("routed_experts", pa.large_binary()),  # 64-bit offsets, since a shard may have more than 2 GB
         ("reward", pa.float64()),

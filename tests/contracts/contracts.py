@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.engines.generation import Generation
+from penstock.engines.generation import Generation, PromptImage
 from penstock.flows.commands.demo_model import make_tokenizer
 from penstock.stages.rewards.grading import Grader, check_reward_options
 from penstock.stages.rewards.hub import RewardSettings
@@ -149,7 +149,12 @@ class DigitClient(ScriptedClient):
         self.over = False
 
     async def generate_each(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+        self,
+        prompts: list[list[int]],
+        samplings: list[dict[str, Any]],
+        *,
+        images: Sequence[Sequence[PromptImage]] = (),
+        session: str | None = None,
     ) -> list[Generation]:
         await asyncio.sleep(0)
         return [self._answer(sampling) for sampling in samplings]

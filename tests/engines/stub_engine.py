@@ -13,7 +13,7 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,7 @@ from penstock.engines.generation import (  # noqa: E402
     EngineGone,
     EngineUrls,
     Generation,
+    PromptImage,
     WeightTransport,
 )
 from penstock.engines.serving.endpoints import auth_headers  # noqa: E402
@@ -96,7 +97,12 @@ class StubClient(EngineClient):
         return list(self._urls() if callable(self._urls) else self._urls)
 
     async def generate_each(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+        self,
+        prompts: list[list[int]],
+        samplings: list[dict[str, Any]],
+        *,
+        images: Sequence[Sequence[PromptImage]] = (),
+        session: str | None = None,
     ) -> list[Generation]:
         if self._aborted:
             return [Generation([], [], "abort", []) for _ in prompts]

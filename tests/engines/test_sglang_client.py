@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from small_servers import Handler, JsonServer, answer, echo, with_servers
 
-from penstock.engines.generation import Generation, TokenCounts
+from penstock.engines.generation import Generation, PromptImage, TokenCounts
 from penstock.engines.network import reserve_free_port
 from penstock.engines.sglang.client import SGLangClient, parse_generation
+from penstock.storage.errors import EngineError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
@@ -244,3 +245,40 @@ def test_the_least_busy_engine_gets_the_next_group() -> None:
 
     with_servers([counting(0, 0.3), counting(1, 0.005)], use)
     assert served[1] > 2 * served[0] > 0
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+FIRST, SECOND = PromptImage(b"first", 1, 3), PromptImage(b"second", 6, 2)
+SHOWN = [5, 58, 58, 58, 6, 7, 58, 58, 8]  # tokens 1 to 3 belong to the first image, 6 and 7 to the second one
+
+
+def ask_with_images(prompts: list[list[int]], images: list[list[PromptImage]], num_tokens: list[int]) -> list[Any]:
+    """Return the request of a client to a server that counts `num_tokens` for the prompts, and the responses."""
+    bodies: list[Any] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response([answer([9, 1], prompt_tokens=count) for count in num_tokens])
+
+    async def use(urls: list[str]) -> list[Generation]:
+        async with SGLangClient(urls) as client:
+            return await client.generate_each(prompts, [{}] * len(prompts), images=images)
+
+    return [*with_servers([reply], use), *bodies]
+
+
+def test_requests_have_one_token_and_one_file_for_each_image() -> None:
+    first, second, body = ask_with_images([SHOWN, [4, 5]], [[FIRST, SECOND], []], [9, 2])
+    assert body["input_ids"] == [[5, 58, 6, 7, 58, 8], [4, 5]]
+    assert [list(map(base64.b64decode, shown)) for shown in body["image_data"]] == [[b"first", b"second"], []]
+    assert (first.counts.prompt, second.counts.prompt) == (9, 2)
+
+
+def test_requests_without_images_do_not_mention_any() -> None:
+    assert "image_data" not in ask_with_images([[4, 5]], [[]], [2])[-1]
+
+
+def test_a_prompt_that_the_engine_expands_to_other_tokens_is_refused() -> None:
+    with pytest.raises(EngineError, match="made 8 tokens of a prompt with images, which has 9"):
+        ask_with_images([SHOWN], [[FIRST, SECOND]], [8])

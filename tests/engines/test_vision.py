@@ -18,12 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, Vision
+from penstock.engines.generation import WeightTransport
 from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.memory_plan import TrainerOptions, vision_activations
 from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin
 from penstock.engines.megatron.model.transformer_config import transformer_config
 from penstock.engines.megatron.model.vision import VisionTower
 from penstock.engines.parallel_layout import check_pipeline
+from penstock.stages.train.actor import published_tensors
 from penstock.storage.errors import DataError, LayoutError, OptionError
 from tests.engines.megatron_reference import (
     FULL,
@@ -266,6 +268,16 @@ def test_resumed_training_is_equal_bit_for_bit(
         step(trainer, reference)
     assert other.digest() == engine.digest()
     assert other.optimizer_state_digest() == engine.optimizer_state_digest()
+
+
+def test_weights_of_the_tower_are_published_unless_engines_have_them(world: None, references: Any) -> None:
+    reference = references["qwen3-vl"]
+    engine = make_engine(reference.shape)
+    everything, language = (
+        dict(published_tensors(engine, reference.shape, WeightTransport(without_vision=without)))
+        for without in (False, True)
+    )
+    assert {name for name in everything if ".visual." in name} == everything.keys() - language.keys() != set()
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +106,39 @@ def test_weights_are_uploaded_only_if_no_directory_is_shared(
         assert transport.directory == directory.format(tmp_path=tmp_path)
     if transport.upload is not None:
         assert (transport.upload.prefix, list(transport.upload.actors)) == (PREFIX, list(by_url))
+
+
+def test_a_frozen_vision_tower_is_sent_once_to_each_process_of_an_engine(tmp_path: Path) -> None:
+    config = PostTrainConfig.model_validate({"run": {"run": "r"}})
+    processes = Processes(ActiveRun(Store(str(tmp_path), probe=False), RunKeys("r"), Flow.TRAIN, config), print)
+    places, sent = {"http://a": HERE, "http://b": replace(HERE, pid=3)}, list[bool]()
+    engines = SimpleNamespace(places=lambda urls: {url: places[url] for url in urls}, actors=lambda urls: {})
+    trainer: Any = SimpleNamespace(
+        places=lambda: [HERE],
+        policy_state=lambda: None,
+        publish=lambda urls, version, transport: sent.append(not transport.without_vision),
+    )
+    processes.start_engines = lambda: engines  # type: ignore[method-assign, assignment, return-value]
+    processes.restore_trainer_at = lambda version: trainer  # type: ignore[method-assign]
+    processes.__dict__["trainer"] = trainer
+
+    def publish(publisher: PolicyPublisher, *urls: str) -> bool:
+        publisher.send(0, list(urls), rewind=True)
+        return sent.pop()
+
+    def publisher(**options: Any) -> PolicyPublisher:
+        processes.setup.__dict__["options"] = EngineOptions(ServerSpec(model_path=str(tmp_path)), **options)
+        return PolicyPublisher(processes, lambda *published: None)
+
+    frozen = publisher(vision="frozen")
+    assert [publish(frozen, "http://a"), publish(frozen, "http://a")] == [True, False]
+    assert [publish(frozen, "http://a", "http://b"), publish(frozen, "http://b")] == [True, False]
+    places["http://b"] = replace(HERE, pid=4)  # restarted
+    assert [publish(frozen, "http://b"), publish(frozen, "http://a", "http://b")] == [True, False]
+    for always in (
+        {"vision": "trained"},
+        {"vision": "frozen", "offload": True},
+        {"vision": "frozen", "compares": True},
+    ):
+        other = publisher(**always)
+        assert [publish(other, "http://a"), publish(other, "http://a")] == [True, True]

@@ -642,6 +642,8 @@ def rows_of_requests() -> Iterator[Bad]:
         "--recompute-num-layers"),
         ("--use-opd --opd-type engine", "--opd-teacher-load"),
         ("--use-opd --opd-type engine --opd-teacher-load {root}/directory", "directory"),
+        ('--use-opd --opd-type engine --opd-teacher-load {root}/model --multimodal-keys {"image":"images"}',
+        "--multimodal-keys"),
         ("--use-opd --opd-type engine --opd-teacher-load {root}/model --opd-teacher-num-gpus 3",
         "--opd-teacher-num-gpus 3"),
         ("--engine no-such-engine", "--engine"),

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,7 @@ from penstock.engines.generation import (
     EngineGone,
     EngineUrls,
     Generation,
+    PromptImage,
     TokenCounts,
     WeightTransport,
 )
@@ -57,7 +58,12 @@ class ScriptedClient(EngineClient):
         return list(self._urls() if callable(self._urls) else self._urls)
 
     async def generate_each(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+        self,
+        prompts: list[list[int]],
+        samplings: list[dict[str, Any]],
+        *,
+        images: Sequence[Sequence[PromptImage]] = (),
+        session: str | None = None,
     ) -> list[Generation]:
         n = len(prompts)
         self.requests.append((list(prompts[0]), samplings[0], n))
@@ -137,7 +143,12 @@ class SlowClient(ScriptedClient):
     refused = broken = 0.0  # shares of requests
 
     async def generate_each(
-        self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
+        self,
+        prompts: list[list[int]],
+        samplings: list[dict[str, Any]],
+        *,
+        images: Sequence[Sequence[PromptImage]] = (),
+        session: str | None = None,
     ) -> list[Generation]:
         self.requests.append((list(prompts[0]), samplings[0], len(prompts)))
         fate = self.chance.random()

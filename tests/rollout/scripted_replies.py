@@ -28,7 +28,7 @@ class ScriptedReplies(ScriptedClient):
         self.hold: asyncio.Event | None = None
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
+        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, images: Any = (), session: Any = None
     ) -> list[Generation]:
         self.requests.append((input_ids, sampling))
         reply = self.replies.pop(0) if not self.stopped else []

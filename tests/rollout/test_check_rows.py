@@ -110,7 +110,7 @@ def test_a_sample_of_many_rows_is_rendered(tmp_path: Path) -> None:
     tokenizer, rendered = chat_tokenizer(None), []
     tokenizer.encode = lambda texts: rendered.extend(texts) or [[0]]  # type: ignore[method-assign]
     rows = [json.dumps([f"{number:05d}" + "a" * (number == 5_001), "", {}]).encode() for number in range(10_000)]
-    check_rendered_rows("rows", rows, RolloutConfig(), tokenizer, max_seq_len=2_000)
+    check_rendered_rows(0, rows, RolloutConfig(prompt_data=["rows"]), tokenizer, max_seq_len=2_000)
     assert {"00000", "00031", "09999", "05001a"} <= {*rendered}, "the first, the last and the longest"
     assert 65 <= len({*rendered}) <= 97
 

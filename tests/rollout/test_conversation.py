@@ -219,7 +219,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (None, [[QUESTION]], r"chat_template.jinja"),
         (LLAMA3, [[QUESTION, {"role": "assistant", "content": None, "tool_calls": TWO_CALLS}]], "single tool-calls"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", [[QUESTION], [MORE]], "assistant"),
-        (QWEN3, [[IMAGE]], "only text"),
+        (QWEN3, [[IMAGE]], "base64"),
     ],
     ids=["no template", "two calls", "no answers", "image"],
 )

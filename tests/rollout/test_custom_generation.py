@@ -36,7 +36,7 @@ class ScriptedTurns(ScriptedClient):
         self.loops: set[asyncio.AbstractEventLoop] = set()
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
+        self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, images: Any = (), session: Any = None
     ) -> list[Generation]:
         self.requests.append((input_ids, sampling, session))
         self.loops.add(asyncio.get_running_loop())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
 
 NUM_PROMPT = 4
@@ -172,3 +173,13 @@ def test_invalid_samples_raise(mistake: Callable[[UserSample], Any], sentence: s
 
 def test_metadata_is_what_will_be_read_back() -> None:
     assert checked_sample(answered(metadata={"a": (1, 2)})).metadata == json.loads('{"a": [1, 2]}')
+
+
+@pytest.mark.parametrize("images", [["a.png"], [b"bytes"], [None], "a" * 64, ["A" * 64]])
+def test_images_that_are_not_names_in_the_store_are_refused(images: Any) -> None:
+    sample = UserSample(tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-0.5])
+    sample.images = ["0" * 64]
+    assert checked_sample(sample).images == ["0" * 64]
+    sample.images = images
+    with pytest.raises(PluginError, match="images"):
+        checked_sample(sample)

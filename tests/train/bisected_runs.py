@@ -128,6 +128,7 @@ class LocalActor(TrainActor):
             store=store.uri,
             store_options={},
             config=CONFIG,
+            shape=SimpleNamespace(vision=None),
             temperature=1.0,
         )
         super().__init__(SimpleNamespace(spec=spec, hash="h"), 0, "i", "driver")  # type: ignore[arg-type]

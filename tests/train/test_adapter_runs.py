@@ -127,7 +127,7 @@ def test_adapter_run_resumes_replays_and_exports(place: SimpleNamespace) -> None
             merged["model.layers.0.mlp.up_proj.weight"], start.fetch("model.layers.0.mlp.up_proj.weight")
         )
         assert torch.equal(merged["model.embed_tokens.weight"], start.fetch("model.embed_tokens.weight"))
-    transport: Any = SimpleNamespace(adapter=None)
+    transport: Any = SimpleNamespace(adapter=None, without_vision=False)
     published = dict(published_tensors(group.actor.models.policy, group.spec.shape, transport))  # what `publish` sends
     assert published.keys() == merged.keys()
     assert all(torch.equal(merged[name], gathered[name]) for name in merged)

@@ -1,8 +1,9 @@
-"""Declare two operators of torchvision, so that `import sglang` works on a machine without CUDA.
+"""Declare operators of torchvision and sgl_kernel, so that `import sglang` works on a machine without CUDA.
 
-SGLang imports torchvision, whose Python code registers shape functions for these operators. The operators themselves
-cannot be loaded here, because torchvision's wheels are CUDA builds. They are declared without implementations, because
-text models do not call them.
+SGLang imports torchvision, whose Python code registers shape functions for two operators. The operators themselves
+cannot be loaded here, because torchvision's wheels are CUDA builds. Models that the image processor of Qwen-VL imports
+read operators of sgl_kernel when they are imported. All are declared without implementations, because the models that
+Penstock supports do not call them.
 """
 
 import torch
@@ -13,5 +14,25 @@ if torch.cuda.is_available():
 torch.cuda.synchronize = lambda device=None: None  # SGLang's weight checksums call it on every device
 
 _library = torch.library.Library("torchvision", "DEF")  # the declarations exist as long as this object
+_kernels = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in (
+    "apply_multidimensional_rope_cpu",
+    "fused_experts_cpu",
+    "fused_input_proj_cpu",
+    "fused_linear_sigmoid_mul",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qk_norm_cpu",
+    "fused_qk_norm_rope_cpu",
+    "fused_qk_rmsnorm_apply_from_stats_cpu",
+    "fused_qk_rmsnorm_cpu",
+    "fused_qk_rmsnorm_sumsq_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_sigmoid_mul_cpu",
+    "shared_expert_cpu",
+    "weight_packed_linear",
+):
+    _kernels.define(f"{_name}() -> ()")
 _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

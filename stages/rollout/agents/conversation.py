@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import logging
 import secrets
@@ -23,15 +24,18 @@ from typing import Any
 from penstock.stages.rollout.agents.tool_calls import parse_tool_calls
 from penstock.stages.rollout.group import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.stages.rollout.prompts.prompt_images import read_image_file
+from penstock.stages.rollout.prompts.prompt_rows import to_image_source
 from penstock.stages.rollout.text.templates import (
     CALL_FORMS,
     THOUGHT_TAGS,
     Message,
     convert_tool_calls,
     normalize_messages,
+    preview,
 )
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import TemplateError
+from penstock.storage.errors import DataError, TemplateError
 from penstock.storage.samples.sample import Status
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ class Turn:
     num_tokens: int  # tokens of the sample up to the end of the reply
     num_written: int  # tokens that the model generated for the reply
     status: Status  # COMPLETED, or TRUNCATED if the reply reached a length limit
+    num_images: int = 0  # images of the sample up to the end of the reply
 
 
 class Conversation:
@@ -78,25 +83,28 @@ class Conversation:
         round aborts the request, the reply has no tool calls and `sample.status` is ABORTED.
         """
         sample = self.sample
-        num_tokens, response = len(sample.token_ids), sample.response
+        num_tokens, response, num_images = len(sample.token_ids), sample.response, len(sample.images)
         opening = list(messages) or [{"role": "user", "content": sample.prompt}]
         try:
+            texts, files = split_images(messages)
             if self.turns:
+                before, _ = split_images(self.messages[: self._num_opening])
                 between = self._format.render_between_replies(
-                    self.messages[: self._num_opening], self.messages[-1], messages, self.tools, self.template_options
+                    before, self.messages[-1], texts, self.tools, self.template_options
                 )
                 last = sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
-                if not self.handle.append(sample, self._format.encode_between_replies(*between, last)):
+                if not self.handle.append(sample, self._format.encode_between_replies(*between, last), files):
                     return {"role": "assistant", "content": ""}
             elif messages:
-                text = self._format.render(messages, self.tools, self.template_options)
-                sample.restart(text, self.handle.tokenizer.encode([text])[0])
+                text, sample.images = self._format.render(texts, self.tools, self.template_options), []
+                sample.restart(text, self.handle.add_images(sample, self.handle.tokenizer.encode([text])[0], files))
             start = len(sample.token_ids)
             await self.handle.generate(sample, **sampling)
         except BaseException:
             if self.turns:  # remove the tokens of a request that failed or was cancelled
                 for stream in (sample.token_ids, sample.loss_mask, sample.rollout_logprobs):
                     del stream[num_tokens:]
+                del sample.images[num_images:]
                 sample.response = response
             raise
         reply = self._parse_reply(start, sampling.get("stop") or ())
@@ -104,8 +112,9 @@ class Conversation:
             if not self.turns:
                 self._num_opening = len(opening)
             self.messages += [*(messages if self.turns else opening), reply]
+            num_tokens = len(sample.token_ids)
             self.turns.append(
-                Turn(len(self.messages), len(sample.token_ids), len(sample.token_ids) - start, sample.status)
+                Turn(len(self.messages), num_tokens, num_tokens - start, sample.status, len(sample.images))
             )
         return reply
 
@@ -118,6 +127,7 @@ class Conversation:
         other.num_inherited, other._num_opening = num_turns, self._num_opening
         shared = self.sample.token_ids[: turn.num_tokens]
         blank.restart(self.handle.tokenizer.decode([shared], skip_special_tokens=False)[0], shared)
+        blank.images = self.sample.images[: turn.num_images]
         return other
 
     @property
@@ -264,6 +274,7 @@ class AgentSession:
         sample.metadata = dict(sample.metadata)
         sample.token_ids = sample.token_ids[: turn.num_tokens]
         sample.loss_mask = sample.loss_mask[: turn.num_tokens]
+        sample.images = sample.images[: turn.num_images]
         sample.rollout_logprobs = sample.rollout_logprobs[: turn.num_tokens]
         no_room = Status.TRUNCATED in (turn.status, sample.status)
         sample.status = Status.TRUNCATED if no_room else turn.status
@@ -299,11 +310,30 @@ class AgentSession:
         return new, 0 if best is None else best[0]
 
 
+def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
+    """Return messages whose image parts have no image, and the files of their images, which must be in the messages:
+    an agent does not choose files of this machine."""
+    if not any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
+        return list(messages), []
+    sources: list[Any] = []
+    normalized = normalize_messages(list(messages), sources)
+    images = [to_image_source(source) for source in sources]
+    if others := [image for image in images if not image.lower().startswith("data:")]:
+        raise DataError(
+            f"an agent's message has the image {preview(others[0])}, but agents cannot choose files of this machine: "
+            "give the image itself as data:image/png;base64,..."
+        )
+    return normalized, [read_image_file(image, ()) for image in images]
+
+
 def _message_comparison_key(message: Message) -> tuple[str, ...]:
     """Return a key that is equal for equal messages, also if an agent trimmed the white space of a reply or reformatted
     the JSON arguments of a tool call."""
-    [message] = convert_tool_calls(normalize_messages([message]), CALL_FORMS[0])
+    images: list[Any] = []
+    [message] = convert_tool_calls(normalize_messages([message], images), CALL_FORMS[0])
     role, text = message["role"], message["content"] or ""
+    if images:
+        text = hashlib.sha256(f"{text}{images}".encode()).hexdigest()
     calls = [
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()

@@ -28,6 +28,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineClient, TokenCounts
+from penstock.stages.images import SampleImages
 from penstock.stages.plugins import DEFAULT_NAMES, check_signature, describe_path, load_function, with_function_name
 from penstock.stages.rewards.outcome import failed_outcome, parse_reward
 from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
@@ -98,13 +99,18 @@ class CustomGeneration:
     the event loop of `client`. Raises PluginError."""
 
     def __init__(
-        self, config: RolloutConfig, client: EngineClient, tokenizer: PromptTokenizer, round: RolloutRound
+        self,
+        config: RolloutConfig,
+        client: EngineClient,
+        tokenizer: PromptTokenizer,
+        round: RolloutRound,
+        images: SampleImages | None = None,
     ) -> None:
         assert config.custom_generate_function_path is not None
         self.config = config
         self.round = round
         self.tokenizer = tokenizer
-        self.handle = EngineHandle(client, tokenizer, config, round)
+        self.handle = EngineHandle(client, tokenizer, config, round, images)
         self.function = load_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
         functions = (self.function.function, getattr(self.function.function, "__call__", None))  # noqa: B004

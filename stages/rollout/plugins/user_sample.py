@@ -25,6 +25,7 @@ from penstock.storage.samples.sample import Status as SampleStatus
 
 NAMES = [field.name for field in fields(Sample)]
 LARGEST_LOGPROB = 1e-3  # log-probs may exceed 0 by a rounding error; larger values are probabilities
+_DIGEST = re.compile(r"[0-9a-f]{64}")  # name of an image in the store
 LARGEST_TOKEN = 2**31 - 1  # token ids are stored as int32
 ALIASES = {"tokens": "token_ids", "loss_masks": "loss_mask", "rollout_log_probs": "rollout_logprobs"}
 
@@ -258,6 +259,9 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     values["metadata"] = _json_copy(sample.metadata)
     if (attributes := _attributes(sample)) != {"values": {}, "unrecorded": {}}:
         values["metadata"][ATTRIBUTES] = attributes
+    values["images"] = as_list(sample.images, "images")
+    if strange := [name for name in values["images"] if not (isinstance(name, str) and _DIGEST.fullmatch(name))]:
+        raise PluginError(f"the sample's images hold {strange[0]!r:.80}: keep the names that the prompt's sample has")
     values["label"] = "" if sample.label is None else str(sample.label)
     for name in ("prompt", "response"):
         if not isinstance(values[name], str):

@@ -21,14 +21,17 @@ from typing import Any
 
 from penstock.stages.plugins import DEFAULT_NAMES, load_function
 from penstock.stages.rollout.config import PromptConfig, RolloutConfig
+from penstock.stages.rollout.prompts.prompt_images import LoadedImages, PromptImages
+from penstock.stages.rollout.prompts.prompt_rows import place_images
 from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptSource, SourceState
-from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.templates import Messages, normalize_messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Kind, escape_invalid_text
 from penstock.storage.errors import DataError, PluginError
 from penstock.storage.samples.sample import ATTRIBUTES, HINT, Sample, Status
 
 Group = list[Sample]  # the samples of one prompt
+UNUSABLE = "unusable_prompt"  # key in `metadata` of samples that failed because their prompt cannot be used
 # (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> the groups of the buffer to use next
 BufferFilter = Callable[..., Any]
 
@@ -67,17 +70,31 @@ def new_groups(
     round: RolloutRound,
     num_samples: int,
     hint_template: str | None = None,
+    images: PromptImages | None = None,
 ) -> list[Group]:
     """Render and tokenize prompts; return a group of `num_samples` pending samples for each. A group's id is the number
     of prompts that the run issued before it, so the ids are the same if a round is retried. With `hint_template` the
-    samples also get the prompt with its hint, which the teacher sees."""
+    samples also get the prompt with its hint, which the teacher sees. `images` writes the images of the prompts to the
+    store; None: prompts without images."""
     tools = [prompt.tools for prompt in prompts]
     texts = tokenizer.render([prompt.content for prompt in prompts], tools)
     of_teacher: list[list[int] | None] = [None] * len(prompts)
     if hint_template is not None:
         of_teacher = [*tokenizer.encode(tokenizer.render([add_hint(each, hint_template) for each in prompts], tools))]
+    loaded = [LoadedImages() for _ in prompts] if images is None else images.write(prompts)
     groups = []
-    for prompt, text, token_ids, teacher_ids in zip(prompts, texts, tokenizer.encode(texts), of_teacher):
+    for prompt, text, token_ids, teacher_ids, of_prompt in zip(
+        prompts, texts, tokenizer.encode(texts), of_teacher, loaded
+    ):
+        problem = (
+            "" if text == escape_invalid_text(text) else "the prompt is not valid Unicode: it has a lone surrogate"
+        )
+        if images is not None:
+            try:
+                [token_ids] = images.expand(of_prompt, [token_ids])
+            except DataError as error:
+                problem = f"{images.describe_place(prompt)}: {error}"
+                [token_ids], of_prompt = images.without_image_tokens([token_ids]), LoadedImages()
         group_id = f"{round.id_prefix}{prompt.issue:09d}"
         samples = [
             Sample(
@@ -91,21 +108,25 @@ def new_groups(
                 loss_mask=[0] * len(token_ids),
                 rollout_logprobs=[0.0] * len(token_ids),
                 teacher_prompt_ids=teacher_ids,
+                images=list(of_prompt.digests),
                 policy_versions=(round.policy_version, round.policy_version),
                 metadata={**prompt.metadata, "source": prompt.position},
             )
             for index in range(num_samples)
         ]
-        if text != escape_invalid_text(text):
-            for sample in samples:
-                sample.fail("the prompt is not valid Unicode: it has a lone surrogate")
+        for sample in samples if problem else ():
+            sample.fail(problem)
+            sample.metadata[UNUSABLE] = True
         groups.append(samples)
     return groups
 
 
 def add_hint(prompt: Prompt, template: str) -> str | Messages:
     """Return the content of a prompt with its hint: `template`, in which {prompt} and {hint} are replaced. In a chat
-    this becomes the last message of the user. Raises DataError if the prompt has no hint or no such message."""
+    this becomes the last message of the user. Raises DataError if the prompt has no hint or no such message, or has
+    images."""
+    if prompt.images:
+        raise DataError("a prompt with images has a hint, which is not supported: omit --opd-hint-key, or the images")
     hint = prompt.metadata.get(HINT)
     if not isinstance(hint, str):
         raise DataError(f"a prompt has no hint for the teacher: add the metadata {HINT!r}, or omit --opd-hint-key")
@@ -133,6 +154,7 @@ def copy_sample(sample: Sample) -> Sample:
         token_ids=list(sample.token_ids),
         loss_mask=list(sample.loss_mask),
         rollout_logprobs=list(sample.rollout_logprobs),
+        images=list(sample.images),
         teacher_logprobs=None if sample.teacher_logprobs is None else list(sample.teacher_logprobs),
         rewards=dict(sample.rewards),
         metadata=copy.deepcopy(sample.metadata),
@@ -150,10 +172,13 @@ def is_unfinished(group: Group) -> bool:
 
 
 def without_responses(group: Group) -> Group:
-    """Return copies of a group's samples as they were before their responses, one for each trajectory."""
+    """Return copies of a group's samples as they were before their responses, one for each trajectory. Samples whose
+    prompt cannot be used stay failed."""
     first = {sample.trajectory_id: sample for sample in reversed(group)}
     copies = [copy_sample(first[name]) for name in dict.fromkeys(sample.trajectory_id for sample in group)]
     for sample in copies:
+        if sample.metadata.get(UNUSABLE):
+            continue
         num_prompt = sample.prompt_length
         sample.token_ids = sample.token_ids[:num_prompt]
         sample.loss_mask, sample.rollout_logprobs = [0] * num_prompt, [0.0] * num_prompt
@@ -197,6 +222,7 @@ class Dataset:
     tokenizer: PromptTokenizer
     round: RolloutRound
     prompt_filter: PromptFilter | None = None
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         self.state = self.prompts.restore(None)
@@ -211,14 +237,20 @@ class Dataset:
         return self._groups(prompts)
 
     def issue(self, content: str | Messages, label: str = "", metadata: dict[str, Any] | None = None) -> Group:
-        """Return a group for a prompt that is not in --prompt-data."""
-        prompt = Prompt(self.state.issued, self.state.epoch, -1, -1, content, label, metadata or {})
+        """Return a group for a prompt that is not in --prompt-data. Image parts of messages have their image."""
+        images: list[str] = []
+        if isinstance(content, list):
+            in_place: list[Any] = []
+            content = normalize_messages(content, in_place)
+            images = place_images(content, in_place, None)
+        prompt = Prompt(self.state.issued, self.state.epoch, -1, -1, content, label, metadata or {}, None, images)
         self.state = self.state.model_copy(update={"issued": self.state.issued + 1})
         return self._groups([prompt])[0]
 
     def _groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         template = self.config.opd_hint_template if self.config.opd_hint_key else None
-        return new_groups(prompts, self.tokenizer, self.round, self.config.n_samples_per_prompt, template)
+        num_samples = self.config.n_samples_per_prompt
+        return new_groups(prompts, self.tokenizer, self.round, num_samples, template, self.images)
 
 
 class RolloutDataSource:
@@ -393,7 +425,7 @@ class PromptIntake:
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
         self.source = source
         source.load_state_dict(state or {})
-        failed = {s.group_id for s in buffer if s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt)}
+        failed = {sample.group_id for sample in buffer if sample.status is Status.FAILED}
         groups = group_by_group_id(buffer)
         groups = [without_responses(group) if group[0].group_id in failed else group for group in groups]
         source.restore_buffer([copy_sample(sample) for group in groups for sample in group])

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
+from penstock.stages.rollout.prompts.data_source import add_hint
 from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
+from penstock.stages.rollout.prompts.prompt_images import PromptImages
 from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS, parse_canonical_row
-from penstock.stages.rollout.prompts.source import max_prompt_tokens
+from penstock.stages.rollout.prompts.source import Prompt, max_prompt_tokens
 from penstock.stages.rollout.text.loss_masks import Piece, check_messages_are_written, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, OptionError, TemplateError
@@ -38,7 +40,7 @@ def check_prompt_data(
         )
     num_rows = 0
     for entry in read_prompt_files(config):
-        chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
+        chat, unanswered, _ = (entry.first[key] for key in FIRST_ROW_KEYS)
         if is_sft and unanswered is not None:
             raise DataError(
                 f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
@@ -52,13 +54,14 @@ def check_prompt_data(
         if grading is not None:
             check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
         if tokenizer is not None:
-            check_rendered_rows(entry.name, entry.rows, config, tokenizer, is_sft=is_sft, max_seq_len=max_seq_len)
+            number = config.prompt_data.index(entry.name)
+            check_rendered_rows(number, entry.rows, config, tokenizer, is_sft=is_sft, max_seq_len=max_seq_len)
         num_rows += len(entry.rows)
     return num_rows
 
 
 def check_rendered_rows(
-    path: str,
+    file: int,
     rows: Sequence[bytes],
     config: GenerationConfig,
     tokenizer: PromptTokenizer,
@@ -66,12 +69,15 @@ def check_rendered_rows(
     is_sft: bool = False,
     max_seq_len: int | None,
 ) -> None:
-    """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
-    last, and the 32 longest rows. The other arguments are those of `check_prompt_data`."""
+    """Render some rows of an entry of --prompt-data, the one with the number `file`, as a check: the first 32 rows, 33
+    rows evenly spaced from first to last, and the 32 longest rows. Their images are decoded. The other arguments are
+    those of `check_prompt_data`."""
+    path, images = config.prompt_data[file], PromptImages(config, tokenizer.directory)
     half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
     longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
     for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):
-        content, _, _, tools = parse_canonical_row(rows[number])
+        content, label, metadata, tools, sources = parse_canonical_row(rows[number])
+        prompt = Prompt(-1, 0, file, number, content, label, metadata, tools, sources)
         uses_template = is_sft or config.apply_chat_template
         try:
             if tools and uses_template and "tools" not in tokenizer.chat_template_source(tools=True):
@@ -79,19 +85,23 @@ def check_rendered_rows(
                     "the chat template does not write tool definitions: use a template that does, or ignore the tools "
                     "with --tool-key ''"
                 )
+            if config.opd_hint_key:
+                add_hint(prompt, config.opd_hint_template)
             if is_sft:
                 pieces = split_trained_text(content, tokenizer, tools)
-                join_pieces(pieces, tokenizer.encode([text for text, _ in pieces]), max_seq_len)
+                encoded = tokenizer.encode([text for text, _ in pieces])
+                join_pieces(pieces, images.expand(images.load([prompt])[0], encoded), max_seq_len)
                 continue
             text = content
             if config.apply_chat_template:
                 chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
                 [text] = tokenizer.render_chats([chat], add_generation_prompt=True, tools=[tools])
                 check_messages_are_written(chat, tokenizer, tools)
+            [token_ids] = images.expand(images.load([prompt])[0], tokenizer.encode([text]))
         except DataError as error:  # includes TemplateError
             raise type(error)(f"{path} row {number}: {error}") from error
         if max_seq_len is not None:
-            _check_sequence_length(f"{path} row {number}", len(tokenizer.encode([text])[0]), config, max_seq_len)
+            _check_sequence_length(f"{path} row {number}", len(token_ids), config, max_seq_len)
 
 
 def read_first_rows(config: PromptConfig) -> list[RewardRow]:
@@ -102,21 +112,21 @@ def read_first_rows(config: PromptConfig) -> list[RewardRow]:
 def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
     """Yield the fields that a reward reads, from rows in canonical JSON; messages become JSON text."""
     for number, row in enumerate(rows):
-        content, label, metadata, _ = parse_canonical_row(row)
+        content, label, metadata, *_ = parse_canonical_row(row)
         text = content if isinstance(content, str) else json.dumps(content)
         yield RewardRow(f"{path} row {number}", label, metadata, text)
 
 
 def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
     """Return the first prompt of --prompt-data as the model gets it, and its label."""
-    content, label, _, tools = parse_canonical_row(_read_start(config, config.prompt_data[0], 1)[0])
+    content, label, _, tools, _ = parse_canonical_row(_read_start(config, config.prompt_data[0], 1)[0])
     [text] = tokenizer.render([content], [tools])
     return text, label
 
 
 def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -> list[Piece]:
     """Return the first conversation of --prompt-data as (text, whether it is trained) pieces."""
-    content, _, _, tools = parse_canonical_row(_read_start(config, config.prompt_data[0], 1)[0])
+    content, _, _, tools, _ = parse_canonical_row(_read_start(config, config.prompt_data[0], 1)[0])
     return split_trained_text(content, tokenizer, tools)
 
 

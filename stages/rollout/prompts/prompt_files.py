@@ -53,6 +53,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 20  # bytes of a JSON file that are read at a time, and parsed as one block
 _BLOCK_ROWS = 1024  # rows of a columnar file that are parsed as one block
+_IMAGE_BLOCK_ROWS = 32  # the same for rows with images, which may be megabytes each
 _MAX_ROW = 16 << 20  # maximum bytes or characters of a row of a JSON file, or of a line or value of a CSV file
 _DECODER = json.JSONDecoder()
 _BEFORE_ELEMENT = re.compile(r"\s*[\[,]\s*")
@@ -81,7 +82,8 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
     path, start, stop = parse_slice(entry)
     tools = "tools" if config.tool_key is None else config.tool_key or None
     of_teacher = config.opd_teacher_key, config.opd_hint_key
-    columns = Columns(config.input_key, config.label_key, config.metadata_key, tools, *of_teacher)
+    images = config.multimodal_keys.get("image")
+    columns = Columns(config.input_key, config.label_key, config.metadata_key, tools, *of_teacher, images)
     files = _Files.find(path)
     if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
         start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
@@ -109,9 +111,9 @@ def read_column_names(entry: str) -> list[str]:
     files = _Files.find(parse_slice(entry)[0])
     for name, file in files.files:
         with files.open(name, file) as opened:
-            if _suffix(name) in COLUMNAR:
-                return list(field_names(open_batches(opened, _suffix(name), 1)[0]))
-            for block in _csv_blocks(opened, name) if _suffix(name) in CSV else _jsonl_blocks(opened, name):
+            if suffix_of(name) in COLUMNAR:
+                return list(field_names(open_batches(opened, suffix_of(name), 1)[0]))
+            for block in _csv_blocks(opened, name) if suffix_of(name) in CSV else _jsonl_blocks(opened, name):
                 return list(next(block.records())[1])
     return []
 
@@ -160,10 +162,10 @@ class _Files:
         """Yield the unparsed rows of all files, in natural order of the file names (shard-2 precedes shard-10)."""
         for name, file in self.files:
             with self.open(name, file) as opened:
-                if _suffix(name) in COLUMNAR:
+                if suffix_of(name) in COLUMNAR:
                     yield from _arrow_blocks(opened, name, columns)
                 else:
-                    yield from _csv_blocks(opened, name) if _suffix(name) in CSV else _jsonl_blocks(opened, name)
+                    yield from _csv_blocks(opened, name) if suffix_of(name) in CSV else _jsonl_blocks(opened, name)
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
@@ -187,7 +189,7 @@ def natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _suffix(file: str) -> str:
+def suffix_of(file: str) -> str:
     """Return the suffix of a file name in lower case, without a compression suffix."""
     name = file.lower()
     for suffix in _COMPRESSED:
@@ -197,7 +199,7 @@ def _suffix(file: str) -> str:
 
 def _files_of_data_set(fs: Any, path: str) -> list[str]:
     """Return the files of a directory that `datasets.save_to_disk` wrote; for a file, the file. Raises DataError."""
-    if _suffix(path) in (*JSON, *CSV, *COLUMNAR):
+    if suffix_of(path) in DATA_SUFFIXES:
         return [path]
     splits = []
     try:
@@ -255,7 +257,7 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
         if (
             number == 1
             and not rest
-            and _suffix(path) == ".json"
+            and suffix_of(path) == ".json"
             and data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
         ):
             yield from _array_blocks(file, path, data)
@@ -325,7 +327,7 @@ def _csv_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
     """
     csv.field_size_limit(_MAX_ROW)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    rows = csv.reader(_limited_lines(text, path), delimiter="," if _suffix(path) == ".csv" else "\t", strict=True)
+    rows = csv.reader(_limited_lines(text, path), delimiter="," if suffix_of(path) == ".csv" else "\t", strict=True)
     number = 0
     try:
         header = next(filter(None, rows), [])
@@ -352,7 +354,8 @@ def _limited_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
 def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ArrowRows]:
     number = 0
     try:
-        schema, read_batches = open_batches(file, _suffix(path), _BLOCK_ROWS)
+        num_rows = _BLOCK_ROWS if columns.images is None else _IMAGE_BLOCK_ROWS
+        schema, read_batches = open_batches(file, suffix_of(path), num_rows)
         names = field_names(schema)
         check_columns(names, path, columns)
         keys = [key for key in astuple(columns) if key]
@@ -363,13 +366,15 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
                 for first, *inner in found.values()
             ]
             selected = pa.RecordBatch.from_arrays(arrays, names=list(found))
-            for start in range(0, len(selected), _BLOCK_ROWS):
-                yield ArrowRows(path, number + start, selected.slice(start, _BLOCK_ROWS))
+            for start in range(0, len(selected), num_rows):
+                yield ArrowRows(path, number + start, selected.slice(start, num_rows))
             number += len(selected)
     except DataError:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
-        problem = f"cannot be read beyond row {number}" if number else f"is not a {_suffix(path)[1:].capitalize()} file"
+        problem = (
+            f"cannot be read beyond row {number}" if number else f"is not a {suffix_of(path)[1:].capitalize()} file"
+        )
         raise DataError(f"{path} {problem} ({error!s:.200}): restore the file") from None
 
 
@@ -377,6 +382,7 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
 
 
 COLUMNAR = (".parquet", ".arrow", ".feather")
+DATA_SUFFIXES = (*JSON, *CSV, *COLUMNAR)
 Batches = Callable[[list[str]], Iterable[pa.RecordBatch]]  # column names -> record batches with these columns
 
 

@@ -1,8 +1,9 @@
 """Validate rows of prompt files and convert them to canonical JSON. Errors name the file and line.
 
 A row becomes one line of canonical JSON, `[prompt, label, metadata]`, or `[prompt, label, metadata, tools]` if the row
-has tools; other columns are ignored. PromptSource hashes these lines to check that a resumed run reads the same data.
-The same rows give the same lines in every format.
+has tools, or `[prompt, label, metadata, tools or null, images]` if it has images; other columns are ignored. An image
+is a text: a path, a URI, or `data:;base64,...` with the bytes of a file. PromptSource hashes these lines to check that
+a resumed run reads the same data. The same rows give the same lines in every format.
 
 With `--num-data-workers`, worker processes convert the blocks. The rows and their order do not depend on the number of
 processes: blocks are distributed round robin, and results are returned in order. A worker has one block at a time, to
@@ -11,18 +12,19 @@ bound the memory.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +50,7 @@ class Columns:
     tools: str | None
     teacher: str | None = None
     hint: str | None = None
+    images: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,21 @@ class Rows:
     rows: list[bytes] = field(default_factory=list)
     first_chat: int | None = None  # first row whose prompt is a list of messages
     first_unanswered: int | None = None  # first row that is not a conversation with an assistant message
+    first_image: int | None = None  # first row with an image
 
 
 # Fields of Rows with the number of the first row that has a certain property.
-FIRST_ROW_KEYS = ("first_chat", "first_unanswered")
+FIRST_ROW_KEYS = ("first_chat", "first_unanswered", "first_image")
+
+
+class PromptRow(NamedTuple):
+    """A row of a prompt file."""
+
+    prompt: Any  # text or messages
+    label: str
+    metadata: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
+    images: Sequence[str] = ()  # in the order of the image parts of the messages
 
 
 def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows, num_before: int) -> None:
@@ -136,7 +150,9 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
     """Parse and validate a block of rows; return the rows in canonical JSON. Raises DataError."""
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
-        prompt = _read_prompt(record, where, columns)
+        prompt, images = _read_prompt(record, where, columns)
+        if images and result.first_image is None:
+            result.first_image = number
         if isinstance(prompt, list) and result.first_chat is None:
             result.first_chat = number
         if result.first_unanswered is None and not (
@@ -144,21 +160,11 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
         ):
             result.first_unanswered = number
         label = _read_text(record, where, columns.label)
-        metadata = _parse_json_text(_value(record, columns.metadata), where, columns.metadata, "--metadata-key")
-        if not isinstance(metadata, dict | None):
-            raise DataError(
-                f"{where}: column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a "
-                "dictionary: repair the row, or name another column with --metadata-key"
-            )
-        for key, name, flag in (
-            (columns.teacher, TEACHER, "--opd-teacher-key"),
-            (columns.hint, HINT, "--opd-hint-key"),
-        ):
-            if key:
-                metadata = {**(metadata or {}), name: _read_text(record, where, key)}
-                if not metadata[name]:
-                    raise DataError(f"{where}: column {key!r} is empty: fill it, or name another column with {flag}")
-        row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata or {})]
+        row: list[tuple[str | None, Any]] = [
+            (columns.prompt, prompt),
+            (columns.label, label),
+            (columns.metadata, _read_metadata(record, where, columns)),
+        ]
         tools = None
         if columns.tools:
             tools = _parse_json_text(_value(record, columns.tools), where, columns.tools, "--tool-key")
@@ -167,17 +173,18 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
                 f"{where}: column {columns.tools!r} holds {preview(tools)}; tools must be a list of JSON schemas: "
                 "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
             )
-        if tools:
-            row.append((columns.tools, tools))
+        if tools or images:
+            row.append((columns.tools, tools or None))
+        if images:
+            row.append((columns.images or columns.prompt, images))
         parts = [_to_json(value, where, key) for key, value in row]
         result.rows.append(f"[{','.join(parts)}]".encode(errors="surrogatepass"))
     return result
 
 
-def parse_canonical_row(row: bytes) -> tuple[Any, str, dict[str, Any], list[dict[str, Any]] | None]:
-    """Return prompt (text or messages), label, metadata and tools (None without tools) of a row in canonical JSON."""
-    prompt, label, metadata, *tools = json.loads(row)
-    return prompt, label, metadata, tools[0] if tools else None
+def parse_canonical_row(row: bytes) -> PromptRow:
+    """Return the values of a row in canonical JSON."""
+    return PromptRow(*json.loads(row))
 
 
 def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
@@ -220,7 +227,8 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
+def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> tuple[str | list[dict[str, Any]], list[str]]:
+    """Return the prompt, text or messages, and its images."""
     check_columns(record, where, columns)
     prompt = _value(record, columns.prompt)
     # Messages may be JSON text: CSV cannot hold them otherwise.
@@ -231,17 +239,39 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
             f"{where}: column {columns.prompt!r} holds {preview(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
+    in_place: list[Any] = []
+    of_column = _read_image_column(record, where, columns.images) if columns.images else None
+    if isinstance(prompt, str) and (of_column or (of_column is not None and PLACEHOLDER in prompt)):
+        prompt = [{"role": "user", "content": prompt}]
     try:
-        prompt = prompt if isinstance(prompt, str) else normalize_messages(prompt)
+        prompt = prompt if isinstance(prompt, str) else normalize_messages(prompt, in_place)
+        images = [] if isinstance(prompt, str) else place_images(prompt, in_place, of_column)
     except DataError as error:
         raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]
+    texts = [prompt] if isinstance(prompt, str) else [text_of(message["content"]) for message in prompt]
     if (num_characters := sum(map(len, texts))) > MAX_PROMPT:
         raise DataError(
             f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
             f"{MAX_PROMPT}: remove the row"
         )
-    return prompt
+    return prompt, images
+
+
+def _read_metadata(record: dict[str, Any], where: str, columns: Columns) -> dict[str, Any]:
+    """Return the metadata of a row, with the name of its teacher and its hint if they have columns."""
+    metadata = _parse_json_text(_value(record, columns.metadata), where, columns.metadata, "--metadata-key")
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict):
+        raise DataError(
+            f"{where}: column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a dictionary: "
+            "repair the row, or name another column with --metadata-key"
+        )
+    for key, name, flag in ((columns.teacher, TEACHER, "--opd-teacher-key"), (columns.hint, HINT, "--opd-hint-key")):
+        if key:
+            metadata = {**metadata, name: _read_text(record, where, key)}
+            if not metadata[name]:
+                raise DataError(f"{where}: column {key!r} is empty: fill it, or name another column with {flag}")
+    return metadata
 
 
 def _read_text(record: dict[str, Any], where: str, key: str | None) -> str:
@@ -283,6 +313,81 @@ def _decimal_to_number(value: Any) -> int | float:
         raise TypeError(f"a {type(value).__name__}")
     number: int | float = json.loads(format(value, "f"))  # the number that a JSON file with these digits has
     return number
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+PLACEHOLDER = "<image>"  # in a text of the prompt, with --multimodal-keys: the place of the next image of the column
+_SPLIT_AT_PLACEHOLDER = re.compile(f"({PLACEHOLDER})")
+
+
+def place_images(messages: list[dict[str, Any]], in_place: Sequence[Any], of_column: Sequence[str] | None) -> list[str]:
+    """Replace the placeholders in the texts of normalized messages by image parts, in place, and return the images in
+    the order of their parts. `in_place`: the image of every image part that the messages have, or None; such a part
+    gets the next image of the column, like a placeholder. Without a column (None), texts have no placeholders."""
+    images, own, column, num_places = list[str](), iter(in_place), iter(of_column or ()), 0
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        for text, image in _pieces(message["content"], own, of_column is not None and message["role"] != "assistant"):
+            if text is not None:
+                parts += [{"type": "text", "text": text}] if text else []
+                continue
+            parts.append({"type": "image"})
+            if image is None:
+                num_places, image = num_places + 1, next(column, None)
+            images += [] if image is None else [to_image_source(image)]
+        if {"type": "image"} in parts:
+            message["content"] = parts
+    if num_places != len(of_column or ()):
+        raise DataError(
+            f"there are {num_places} places for images ({PLACEHOLDER}, or image parts without an image), but the "
+            f"column of --multimodal-keys has {len(of_column or ())} images: both numbers must be equal"
+        )
+    return images
+
+
+def _pieces(content: Any, own: Iterator[Any], has_placeholders: bool) -> Iterator[tuple[str | None, Any]]:
+    """Yield (text, None), or (None, image) for an image part, or (None, None) for one without an image and for a
+    placeholder."""
+    for part in [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content:
+        if part["type"] == "image":
+            yield None, next(own)
+            continue
+        for text in _SPLIT_AT_PLACEHOLDER.split(part["text"]) if has_placeholders else [part["text"]]:
+            yield (None if has_placeholders and text == PLACEHOLDER else text), None
+
+
+def to_image_source(value: Any) -> str:
+    """Return an image of a row as text: a path, a URI, or the bytes of the file in base64. Raises DataError."""
+    image = value
+    if isinstance(value, dict):  # `Image` of Hugging Face data sets, or OpenAI's {"url": ...}
+        image = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return f"data:;base64,{base64.b64encode(image).decode()}"
+    if isinstance(image, str) and image.strip():
+        return image
+    raise DataError(
+        f"the image {preview(value)} is neither a path, nor a URI, nor the bytes of a file, nor a dictionary with "
+        "`bytes` or `path`"
+    )
+
+
+def _read_image_column(record: dict[str, Any], where: str, key: str) -> list[str]:
+    """Return the images in the column `key`: a list or one image. A missing column or null is an empty list."""
+    value = _value(record, key)
+    if isinstance(value, str) and value.strip()[:1] == "[":
+        value = _parse_json_text(value, where, key, "--multimodal-keys")
+    values = value if isinstance(value, list) else [] if value is None or value == "" else [value]
+    try:
+        return [to_image_source(each) for each in values]
+    except DataError as error:
+        raise DataError(f"{where}: column {key!r}: {error}; repair the row") from None
+
+
+def text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """Return the text in the content of a normalized message."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
 
 
 # ---- values of Arrow -------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class Prompt:
     label: str
     metadata: dict[str, Any]  # includes the entry `tools` if the row has tool definitions
     tools: list[dict[str, Any]] | None = None  # tool definitions for the chat template
+    images: Sequence[str] = ()  # of the row, in the order of their places (prompt_rows.py)
 
     @property
     def position(self) -> dict[str, int]:
@@ -224,9 +225,11 @@ class PromptSource:
         for index, segment in segments:
             if cursor < segment.rows:
                 row = segment.start + self._row_in_segment(index, segment, epoch, cursor)
-                content, label, metadata, tools = parse_canonical_row(self.files[segment.file][row])
-                metadata |= {"tools": tools} if tools else {}
-                return Prompt(-1, epoch, segment.file, row, content, label, metadata, tools)
+                values = parse_canonical_row(self.files[segment.file][row])
+                metadata = values.metadata | ({"tools": values.tools} if values.tools else {})
+                return Prompt(
+                    -1, epoch, segment.file, row, values.prompt, values.label, metadata, values.tools, values.images
+                )
             cursor -= segment.rows
         raise AssertionError("the cursor is beyond the last row of the epoch")
 
@@ -371,8 +374,14 @@ class LengthFilter:
     """Prompt filter for `PromptSource.take` that rejects prompts above the length limit. Only the first rejected prompt
     is logged; PromptSource counts all of them."""
 
-    def __init__(self, config: PromptConfig, tokenizer: PromptTokenizer) -> None:
+    def __init__(
+        self,
+        config: PromptConfig,
+        tokenizer: PromptTokenizer,
+        count_image_tokens: Callable[[Sequence[Prompt]], Sequence[int]] | None = None,
+    ) -> None:
         self.config = config
+        self.count_image_tokens = count_image_tokens  # number of tokens of each prompt that its text does not have
         self.limit = max_prompt_tokens(config)
         self.tokenizer = tokenizer
         self._logged = False
@@ -382,6 +391,8 @@ class LengthFilter:
             return [True] * len(prompts)
         texts = self.tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
         lengths = [len(ids) for ids in self.tokenizer.encode(texts)]
+        if self.count_image_tokens is not None:
+            lengths = [length + extra for length, extra in zip(lengths, self.count_image_tokens(prompts))]
         for prompt, length in zip(prompts, lengths):
             if length > self.limit and not self._logged:
                 self._logged = True

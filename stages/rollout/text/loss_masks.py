@@ -85,9 +85,10 @@ def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, t
     marks: dict[str, str] = {}  # random string -> what the template must write
     for index, message in enumerate(tokenizer.prepare(messages, tools=bool(tools))):
         message, where = dict(message), f"message {index + 1} of the conversation ({message['role']})"
-        if (message["content"] or "").strip():
+        content = message["content"] or ""
+        if isinstance(content, list) or content.strip():
             marks[mark := f"{MARK}{index}q"] = f"the content of {where}"
-            message["content"] = _append_to_text(message["content"], mark)
+            message["content"] = _append_to_text(content, mark)
         for number, call in enumerate(message.get("tool_calls") or ()):
             marks[mark := f"{MARK}call{index}q{number}q"] = f"a tool call of {where}"
             is_text = isinstance(call["function"]["arguments"], str)
@@ -317,8 +318,11 @@ def _surround_with_marks(text: Any) -> Any:
     )
 
 
-def _append_to_text(content: str, mark: str) -> str:
-    """Return `content` with `mark` at its end; if the content ends with </tool_response>, `mark` precedes this tag."""
+def _append_to_text(content: Any, mark: str) -> Any:
+    """Return `content`, text or parts, with `mark` at its end; if the text ends with </tool_response>, `mark` precedes
+    this tag."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": mark}]
     end = _TOOL_RESPONSE_END.search(content)
     assert end is not None, "the pattern matches at the end of any text"
     return content[: end.start()] + mark + content[end.start() :]

@@ -196,9 +196,14 @@ CallForm = tuple[bool, str | None]
 CALL_FORMS: tuple[CallForm, ...] = ((False, ""), (False, None), (True, ""), (True, None))
 
 
-def normalize_messages(messages: Any) -> Messages:
-    """Return messages whose content is text, or null if they have tool calls. Text parts are joined, and null fields,
-    which Parquet adds, are removed. Raises DataError."""
+IMAGE_KEYS = ("image", "image_url", "bytes", "path", "url")  # keys of an image part that may hold the image
+
+
+def normalize_messages(messages: Any, images: list[Any] | None = None, *, keeps_places: bool = False) -> Messages:
+    """Return messages whose content is text, or null if they have tool calls, or, if they have images, a list of parts
+    `{"type": "text", "text": ...}` and `{"type": "image"}`. Text parts are joined, and null fields, which Parquet adds,
+    are removed. The image of every image part is appended to `images`, or None if the part has none; without `images`,
+    image parts are refused, but with `keeps_places` parts without an image are kept. Raises DataError."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{preview(messages)} has no messages: give a list of messages with role and content")
     result = []
@@ -208,7 +213,15 @@ def normalize_messages(messages: Any) -> Messages:
         fields = {key: value for key, value in message.items() if value is not None}
         calls = fields.pop("tool_calls", None) or []
         where = f"message {number} ({message['role']})"
-        fields["content"] = _content_as_text(fields.get("content"), where, has_calls=bool(calls))
+        content = fields.get("content")
+        if content is None or content == []:
+            if not calls:
+                raise DataError(f'{where} has no content: add the text, or "" if the message is empty')
+            fields["content"] = None
+        else:
+            fields["content"] = _normalize_content(content, where, images, keeps_places)
+        if isinstance(fields["content"], list) and message["role"] == "assistant":
+            raise DataError(f"{where} has an image, but a model generates only text: remove the image")
         if calls:
             fields["tool_calls"] = _normalize_calls(calls, where)
         result.append(fields)
@@ -233,21 +246,31 @@ def convert_tool_calls(messages: Messages, form: CallForm) -> Messages:
     ]
 
 
-def _content_as_text(content: Any, where: str, *, has_calls: bool) -> str | None:
-    if content is None or content == []:
-        if has_calls:
-            return None
-        raise DataError(f'{where} has no content: add the text, or "" if the message is empty')
+def _normalize_content(
+    content: Any, where: str, images: list[Any] | None, keeps_places: bool
+) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise DataError(
-        f"the content of {where} is {preview(content)}, but only text is supported: give text, or a list of parts "
-        '{"type": "text", "text": ...}'
-    )
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [None]:
+        part = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        is_text = part.get("type") == "text" and isinstance(part.get("text"), str)
+        if is_text and parts and parts[-1]["type"] == "text":
+            parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+        elif is_text:
+            parts.append({"type": "text", "text": part["text"]})
+        elif keeps_places and part == {"type": "image"}:
+            parts.append(part)
+        elif part.get("type") in ("image", "image_url") and images is not None:
+            parts.append({"type": "image"})
+            images.append(next((part[key] for key in IMAGE_KEYS if key in part), None))
+        else:
+            raise DataError(
+                f"the content of {where} is {preview(content)}, but only text "
+                f"{'is' if images is None else 'and images are'} supported: give text, or a list of parts "
+                '{"type": "text", "text": ...}'
+            )
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
 
 
 def _normalize_calls(calls: Any, where: str) -> list[dict[str, Any]]:

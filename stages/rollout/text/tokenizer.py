@@ -42,6 +42,7 @@ class PromptTokenizer:
     """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError."""
 
     template_options: Mapping[str, Any] = MappingProxyType({})
+    directory = Path("missing")  # of the checkpoint
     generation_end_ids: Sequence[int] = ()  # ids of the end tokens in generation_config.json
 
     def __init__(
@@ -61,6 +62,7 @@ class PromptTokenizer:
                 f"the tokenizer in {directory} has no chat template: add chat_template.jinja, or omit "
                 "--apply-chat-template"
             )
+        self.directory = Path(directory)
         self.apply_chat_template = apply_chat_template
         self.template_options = template_options or {}
         self.generation_end_ids = read_token_ids(Path(directory) / "generation_config.json", "eos_token_id")
@@ -135,7 +137,7 @@ class PromptTokenizer:
         and without `step_loss_mask`, which is not for the template. Raises DataError."""
         messages = [
             {key: value for key, value in message.items() if key != STEP_LOSS_MASK}
-            for message in normalize_messages(messages)
+            for message in normalize_messages(messages, keeps_places=True)
         ]
         if any("tool_calls" in message for message in messages):
             variables = json.dumps(self._variables(options), sort_keys=True, default=str)

@@ -1,0 +1,149 @@
+"""Image files made in memory: good ones with the pixels that they must give, bad ones with the message."""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+WIDTH, HEIGHT = 40, 24
+RED, BLUE, WHITE = (250, 10, 20), (10, 20, 250), (255, 255, 255)
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (WIDTH, HEIGHT)) -> Image.Image:
+    """A picture whose left half is red and whose right half is blue, converted to a mode of Pillow."""
+    image = Image.new("RGB", size, BLUE)
+    image.paste(RED, (0, 0, size[0] // 2, size[1]))
+    return image.convert(mode)
+
+
+def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def grey16(values: np.ndarray, format: str = "PNG") -> bytes:
+    return encode(Image.fromarray(values.astype(np.uint16)), format)
+
+
+def with_alpha() -> Image.Image:
+    """Opaque red on the left, transparent blue on the right."""
+    image = picture("RGBA")
+    image.putalpha(Image.fromarray(np.repeat([[255] * (WIDTH // 2) + [0] * (WIDTH // 2)], HEIGHT, 0).astype(np.uint8)))
+    return image
+
+
+def rotated(orientation: int) -> bytes:
+    """A PNG that a viewer turns according to the EXIF tag."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(picture(), exif=exif)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has few bytes of pixels: a decompression bomb."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
+
+
+def animation(format: str) -> bytes:
+    frames = [picture(), picture().rotate(180)]
+    return encode(frames[0], format, save_all=True, append_images=frames[1:])
+
+
+def tiff(mode: str, value: float) -> bytes:
+    return encode(Image.new(mode, (4, 4), value), "TIFF")
+
+
+def expected(left: tuple[int, ...], right: tuple[int, ...], size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
+    pixels = np.empty((size[1], size[0], 3), np.uint8)
+    pixels[:, : size[0] // 2], pixels[:, size[0] // 2 :] = left, right
+    return pixels
+
+
+HALVES = expected(RED, BLUE)
+# Name -> file, RGB that it must give [H, W, 3], largest difference.
+GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
+    "png": (lambda: encode(picture()), HALVES, 0),
+    "bmp": (lambda: encode(picture(), "BMP"), HALVES, 0),
+    "ppm": (lambda: encode(picture(), "PPM"), HALVES, 0),
+    "tiff": (lambda: encode(picture(), "TIFF"), HALVES, 0),
+    "gif": (lambda: encode(picture(), "GIF"), HALVES, 0),
+    "webp without loss": (lambda: encode(picture(), "WEBP", lossless=True), HALVES, 0),
+    "webp": (lambda: encode(picture(), "WEBP"), HALVES, 75),
+    "jpeg": (lambda: encode(picture(), "JPEG", quality=95), HALVES, 75),
+    "progressive jpeg": (lambda: encode(picture(), "JPEG", quality=95, progressive=True), HALVES, 75),
+    "cmyk jpeg": (lambda: encode(picture("CMYK"), "JPEG", quality=95), HALVES, 75),
+    "cmyk tiff": (lambda: encode(picture("CMYK"), "TIFF"), HALVES, 1),
+    "grey": (lambda: encode(Image.new("L", (8, 4), 77)), np.full((4, 8, 3), 77, np.uint8), 0),
+    "black and white": (lambda: encode(Image.new("1", (8, 4), 1)), np.full((4, 8, 3), 255, np.uint8), 0),
+    "16-bit grey": (lambda: grey16(np.full((4, 8), 0x4D12)), np.full((4, 8, 3), 0x4D, np.uint8), 0),
+    "16-bit tiff": (lambda: grey16(np.full((4, 8), 0xFFFF), "TIFF"), np.full((4, 8, 3), 255, np.uint8), 0),
+    "32-bit integers of 16 bits": (lambda: tiff("I", 0x4D12), np.full((4, 4, 3), 0x4D, np.uint8), 0),
+    "palette": (lambda: encode(picture().quantize(4)), HALVES, 2),
+    "palette with transparency": (
+        lambda: encode(Image.new("P", (4, 4), 0), transparency=0),
+        np.full((4, 4, 3), 255, np.uint8),
+        0,
+    ),
+    "alpha": (lambda: encode(with_alpha()), expected(RED, WHITE), 0),
+    "alpha in webp": (lambda: encode(with_alpha(), "WEBP", lossless=True), expected(RED, WHITE), 0),
+    "half transparent": (
+        lambda: encode(Image.new("RGBA", (2, 2), (0, 0, 0, 128))),
+        np.full((2, 2, 3), 127, np.uint8),
+        0,
+    ),
+    "grey with alpha": (lambda: encode(Image.new("LA", (2, 2), (9, 0))), np.full((2, 2, 3), 255, np.uint8), 0),
+    "transparent colour": (lambda: encode(picture(), transparency=BLUE), expected(RED, WHITE), 0),
+    "exif upside down": (lambda: rotated(3), expected(BLUE, RED), 0),
+    "exif mirrored": (lambda: rotated(2), expected(BLUE, RED), 0),
+    "exif turned": (lambda: rotated(6), HALVES.transpose(1, 0, 2)[:, ::-1], 0),
+    "exif out of range": (lambda: rotated(9), HALVES, 0),
+    "damaged exif": (lambda: encode(picture(), exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), HALVES, 0),
+    "one pixel": (lambda: encode(Image.new("RGB", (1, 1), RED)), np.array([[RED]], np.uint8), 0),
+    "photo with thumbnail (MPO)": (lambda: animation("MPO"), HALVES, 75),
+    "bytes after the end": (lambda: encode(picture()) + b"trailing", HALVES, 0),
+}
+PNG = encode(picture(size=(200, 200)).effect_spread(50))
+JPEG = encode(picture(size=(200, 200)).effect_spread(50), "JPEG")
+GIF = encode(picture(size=(200, 200)).effect_spread(50), "GIF")
+# Name -> file, what its message must say.
+BAD: dict[str, tuple[Callable[[], bytes], str]] = {
+    "zero bytes": (lambda: b"", "has no bytes"),
+    "text": (lambda: b"<html>404 not found</html>", "is none of PNG, JPEG"),
+    "json": (lambda: b'{"error": 1}', "is none of PNG, JPEG"),
+    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "is none of PNG, JPEG"),
+    "pdf": (lambda: b"%PDF-1.7\n" + bytes(200), "is none of PNG, JPEG"),
+    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is none of PNG, JPEG"),
+    "icon": (lambda: encode(picture(), "ICO"), "is none of PNG, JPEG"),
+    "only a signature": (lambda: PNG[:8], "(cannot be decoded|is none of)"),
+    "truncated png": (lambda: PNG[: len(PNG) // 2], "cannot be decoded"),
+    "truncated jpeg": (lambda: JPEG[: len(JPEG) // 2], "cannot be decoded .*truncated"),
+    "truncated webp": (lambda: encode(picture(), "WEBP", lossless=True)[:-20], "(cannot be decoded|is none of)"),
+    "truncated gif": (lambda: GIF[: len(GIF) // 2], "cannot be decoded .*truncated"),
+    "damaged header": (lambda: PNG[:20] + bytes(8) + PNG[28:], "(cannot be decoded|is none of)"),
+    "damaged pixels": (lambda: PNG[:3000] + bytes(2000) + PNG[5000:], "cannot be decoded"),
+    "no pixels": (lambda: png_header(0, 5), "(cannot be decoded|is none of)"),
+    "bomb": (lambda: png_header(60_000, 60_000), "has .*decompression bomb"),
+    "large bomb": (lambda: png_header(2**31 - 1, 2**31 - 1), "has .*decompression bomb"),
+    "just too many pixels": (lambda: png_header(8192, 8193), "has 8192 x 8193 pixels, but at most"),
+    "too long": (lambda: encode(Image.new("RGB", (1001, 5))), "has 1001 x 5 pixels; one side may be at most 200"),
+    "too high": (lambda: encode(Image.new("RGB", (3, 700))), "has 3 x 700 pixels; one side may be at most 200"),
+    "animated gif": (lambda: animation("GIF"), "has 2 frames or pages"),
+    "animated png": (lambda: animation("PNG"), "has 2 frames or pages"),
+    "animated webp": (lambda: animation("WEBP"), "has 2 frames or pages"),
+    "pages of a tiff": (lambda: animation("TIFF"), "has 2 frames or pages"),
+    "floating-point pixels": (lambda: tiff("F", 0.5), "has floating-point pixels"),
+    "32-bit pixels": (lambda: tiff("I", 1 << 20), "has 32-bit pixels"),
+    "negative pixels": (lambda: tiff("I", -1), "has 32-bit pixels"),
+}
