@@ -35,14 +35,15 @@ def add_observers(
         get_run_logger().warning(text)
 
     observers.add(StatusWriter(run, display, processes))
-    observers.add(HangDetector(run.config.run.hang_timeout, display.warn, logs))
+    if timeout := run.config.run.hang_timeout:
+        observers.add(HangDetector(timeout, display.warn, logs))
     observers.add(PrefectPage(run, display, tracking, report))
     observers.add(results)
     observers.add(report)
     if (port := run.config.run.prometheus_port) is not None:
         endpoint = PrometheusEndpoint(run.keys.run, port, display.note)
         for record in read_committed(run.store, run.keys):
-            endpoint.update_from_record(record)
+            endpoint.on_commit(record.key, record.commit, is_new=False)
         tracking.on_metrics = endpoint.update
         observers.add(endpoint)
     observers.add(LearningSignal(run, warn))
