@@ -22,7 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.flows.config import Flow, Plan, PostTrainConfig, derive
+from penstock.flows.config import Flow, Plan, PostTrainConfig, derive, with_options
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
@@ -61,9 +61,14 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     if flow is Flow.EVALUATE and config.convert.load:
         raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
-    if existing and existing.record.flow == flow and _continues(existing, config):
-        before = existing
-        config = _with_recorded_decisions(config, existing)
+    if existing and existing.record.flow == flow:
+        # The run continues if the identity options are those of its record, either as given or as resolved.
+        then = derive(with_options(config, "run", {"num_rollout": existing.config.run.num_rollout}))
+        for recorded, now in ((existing.given, config), (existing.config, then)):
+            if differing_option(recorded, now, existing.record.directory) is None:
+                before = existing
+    if before:
+        config = _with_recorded_decisions(config, before)
     config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
     notes: tuple[str, ...] = ()
     if load and not config.convert.load and not names_own_run(config, load):
@@ -71,10 +76,11 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     elif load and config.convert.load and config.train.ref_load and not config.train.uses_reference:
         notes = ("--ref-load has no effect: the run starts from --load, and no KL to a reference is computed",)
     if flow.trains and config.run.num_epoch is not None:
-        config = _with_num_rollout(config, rounds_of_epochs(config, before, counts_rows=counts_rows))
+        rounds = rounds_of_epochs(config, before, counts_rows=counts_rows)
+        config = with_options(config, "run", {"num_rollout": rounds})
     config = derive(config)
     if config.run.num_rollout_per_start is not None and config.run.run:
-        config = _with_num_rollout(config, target_rounds(store, existing, config))
+        config = with_options(config, "run", {"num_rollout": target_rounds(store, existing, config)})
     sections = {name: getattr(config, name) for name in PostTrainConfig.model_fields}
     parent = existing.record.parent if existing else None
     return Plan.model_construct(**sections, flow=flow, given=given, parent=parent, notes=notes)
@@ -88,13 +94,6 @@ def read_existing(store: Store, run: str) -> _Existing | None:
         return None
     config, given = latest_config(store, keys, record)
     return _Existing(record, given, config, bool(store.list(f"{keys.prefix}/changes")))
-
-
-def _continues(existing: _Existing, config: PostTrainConfig) -> bool:
-    """Return whether the identity options are those of the run's record, either as given or as resolved."""
-    then = derive(_with_num_rollout(config, existing.config.run.num_rollout))
-    pairs = ((existing.given, config), (existing.config, then))
-    return any(differing_option(before, now, existing.record.directory) is None for before, now in pairs)
 
 
 def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> PostTrainConfig:
@@ -147,10 +146,8 @@ def loaded_checkpoint(config: PostTrainConfig) -> str | None:
     if "://" in load:
         raise OptionError(f"--load {load} is not a local directory: copy the checkpoint to a disk and give its path")
     checkpoint = _checkpoint_of_run(path) or (path.name.isdecimal() and _checkpoint_of_run(path.parent, int(path.name)))
-    if checkpoint:
-        return checkpoint
-    if (path.is_dir() and not any(path.iterdir())) or not path.exists():
-        return None
+    if checkpoint or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return checkpoint or None
     raise OptionError(
         f"--load {load} is not a checkpoint: give a Hugging Face directory, a torch_dist directory of Megatron, or "
         "STORE/RUN, STORE/RUN/VERSION of a run"
@@ -186,10 +183,6 @@ def _checkpoint_of_run(path: Path, version: int | None = None) -> str | None:
 
 
 # ---- number of rounds ------------------------------------------------------------------------------------------------
-
-
-def _with_num_rollout(config: PostTrainConfig, num_rollout: int) -> PostTrainConfig:
-    return config.model_copy(update={"run": config.run.model_copy(update={"num_rollout": num_rollout})})
 
 
 def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, counts_rows: bool = True) -> int:

@@ -183,7 +183,18 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
         return
     record = read_run_record(store, keys)
     if record is None:
-        return check_commits_without_record(store, keys, plan)
+        prefixes = committed_prefixes(store, keys)
+        if prefixes and store.read(unfinished_fork_key(keys)) is not None:
+            raise RunError(
+                f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
+            )
+        commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
+        if commits and not _are_made_with(plan, keys, commits):
+            raise RunError(
+                f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it "
+                "from a backup, give exactly the options that the run was started with, or give another --run"
+            )
+        return
     if (problem := describe_difference(record, plan)) is None:
         return
     if record.parent:
@@ -197,6 +208,15 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     else:
         return
     raise RunError(problem + advice)
+
+
+def _are_made_with(plan: Plan, keys: RunKeys, commits: list[Commit]) -> bool:
+    """Return whether all commits of a run without a record were made by this run and with this plan."""
+    shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
+    rollouts = [commit for commit in commits if commit.kind == "rollout"]
+    demonstrated = any(c.policy_version == -1 and DEBUG_DATA not in c.inputs for c in rollouts[:1])
+    same_flow = (plan.flow.trains, plan.flow.has_demonstrations) == (bool(rollouts), demonstrated)
+    return not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(plan)}
 
 
 def describe_difference(record: RunRecord, plan: Plan) -> str | None:
@@ -226,28 +246,6 @@ def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: s
         if old[field] != value and moved_old[field] != moved_new[field]:
             return field, old[field], value
     return None
-
-
-def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> None:
-    """Check that a run without a record is new, or that all of its commits were made with this plan."""
-    prefixes = committed_prefixes(store, keys)
-    if not prefixes:
-        return
-    if store.read(unfinished_fork_key(keys)) is not None:
-        raise RunError(
-            f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
-        )
-    commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
-    shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
-    rollouts = [commit for commit in commits if commit.kind == "rollout"]
-    demonstrated = any(c.policy_version == -1 and DEBUG_DATA not in c.inputs for c in rollouts[:1])
-    same_flow = (plan.flow.trains, plan.flow.has_demonstrations) == (bool(rollouts), demonstrated)
-    if not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(plan)}:
-        return  # the commits were made with these options
-    raise RunError(
-        f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it from a "
-        "backup, give exactly the options that the run was started with, or give another --run"
-    )
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
