@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -98,12 +98,7 @@ class Search:
     bound: float
     first: int
     last: int
-
-    def stored_commits(self) -> dict[int, Commit]:
-        """Return the stored evaluations on the data set in the range: policy version -> commit."""
-        prefixes = {v: self.keys.eval_prefix(v, self.data_set) for v in evaluated_versions(self.store, self.keys)}
-        commits = {v: self.store.committed(prefix) for v, prefix in prefixes.items() if self.first <= v <= self.last}
-        return {version: commit for version, commit in commits.items() if commit is not None}
+    stored: dict[int, Commit]  # stored evaluations on the data set in the range, by policy version
 
     def value(self, commit: Commit) -> float:
         """Return the metric of an evaluation. Raises OptionError if the evaluation does not have it."""
@@ -121,7 +116,7 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, _OWN)
     run = parse_run_argument("bisect", positional)
     search = plan_search(run, own, rest)
-    values = {version: search.value(commit) for version, commit in search.stored_commits().items()}
+    values = {version: search.value(commit) for version, commit in search.stored.items()}
     print(describe_cost(search, values), flush=True)
     if "--dry-run" in own:
         return 0
@@ -162,8 +157,12 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     config = with_options(config, "run", {"debug_train_only": False, "debug_rollout_only": False})
     plan = plan_of(flow, config.model_copy(update={"debug": DebugConfig()}))
     store, keys = open_store(plan.run, probe=False), RunKeys(run)
-    first, last = find_range(store, keys, plan, data_set, own)
-    return Search(store, keys, plan, metric, data_set, parse_bound(own["--below"]), first, last)
+    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+    commits = {version: store.committed(keys.eval_prefix(version, data_set)) for version in versions}
+    stored = {version: commit for version, commit in commits.items() if commit is not None}
+    first, last = find_range(store, keys, plan, data_set, own, stored)
+    stored = {version: commit for version, commit in stored.items() if first <= version <= last}
+    return Search(store, keys, plan, metric, data_set, parse_bound(own["--below"]), first, last, stored)
 
 
 def parse_bound(text: str) -> float:
@@ -191,12 +190,13 @@ def find_data_set(config: PostTrainConfig, metric: str) -> str:
     return max(own, key=len)
 
 
-def find_range(store: Store, keys: RunKeys, plan: Plan, data_set: str, own: dict[str, str]) -> tuple[int, int]:
-    """Return the first and the last policy version of the search. Raises RunError or OptionError if the range is empty
-    or has versions that cannot be restored."""
+def find_range(
+    store: Store, keys: RunKeys, plan: Plan, data_set: str, own: dict[str, str], evaluated: Iterable[int]
+) -> tuple[int, int]:
+    """Return the first and the last policy version of the search. `evaluated`: the versions with a stored evaluation.
+    Raises RunError or OptionError if the range is empty or has versions that cannot be restored."""
     trained, start = len(store.committed_indices(f"{keys.prefix}/steps")), first_restorable(store, keys, plan)
-    stored = [v for v in evaluated_versions(store, keys) if start <= v <= trained]
-    stored = [v for v in stored if store.committed(keys.eval_prefix(v, data_set))]
+    stored = [version for version in evaluated if start <= version <= trained]
     if not stored and not {"--from", "--to"} <= own.keys():
         raise RunError(
             f"run {keys.run!r} has no evaluation on {data_set} of versions {start} to {trained}: give --from and --to"
@@ -225,11 +225,6 @@ def first_restorable(store: Store, keys: RunKeys, plan: Plan) -> int:
             return int(end)
         entry = entry.parent
     return 0
-
-
-def evaluated_versions(store: Store, keys: RunKeys) -> list[int]:
-    """Return the policy versions with stored evaluations on any data set."""
-    return [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -297,7 +292,7 @@ def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}", flush=True)
         return value
 
-    for version, commit in sorted(search.stored_commits().items()):
+    for version, commit in sorted(search.stored.items()):
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}  (stored)")
     return find_fall(search.first, search.last, values, search.bound, evaluate)
 

@@ -145,7 +145,6 @@ def roll_back(store: Store, model: str) -> Decision:
 
 def find_policy(store: Store, reference: str) -> Policy:
     """Return the policy RUN/VERSION. Raises RunError if it has no checkpoint."""
-
     run, _, version = reference.rpartition("/")
     keys, number = RunKeys(run), int(version)
     if number == 0 or store.committed(keys.checkpoint_prefix(number)) is None:

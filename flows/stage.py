@@ -7,6 +7,7 @@ So `retry_while_disk_full` retries a stage until there is space.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 import time
@@ -165,13 +166,5 @@ def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> St
     if not is_full:
         return None
     # The path is unknown: take the directory with the least free space.
-    return store_full_error(min((*directories, tempfile.gettempdir()), key=_free_bytes))
-
-
-def _free_bytes(directory: str) -> int:
-    """Return the free bytes of a directory's disk; 2^62, so that `min` ignores it, if the directory does not exist."""
-
-    try:
-        return shutil.disk_usage(directory).free
-    except OSError:
-        return 1 << 62
+    existing = filter(os.path.isdir, (*directories, tempfile.gettempdir()))
+    return store_full_error(min(existing, key=lambda directory: shutil.disk_usage(directory).free))

@@ -4,6 +4,7 @@ entered when the flow of the run starts, and exited when the flow ends."""
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -53,7 +54,8 @@ class ThreadObserver(Observer):
 
     def __init__(self, name: str, patience: float) -> None:
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.run_thread, name=name, daemon=True)
+        context = contextvars.copy_context()  # contains the address of Prefect's API
+        self.thread = threading.Thread(target=context.run, args=(self.run_thread,), name=name, daemon=True)
         self._patience = patience
 
     def run_thread(self) -> None:
