@@ -433,13 +433,11 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
-def find_config_file(name: str) -> str:
-    """Return the path of a bundled recipe if `name` is its name and no file has this name, else `name`, a path."""
-    return str(RECIPES / f"{name}.toml") if name in recipe_names() and not Path(name).is_file() else name
-
-
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return section -> option -> value of a TOML file. Raises OptionError if it is not a config file."""
+    """Return section -> option -> value of a TOML file, or of the bundled recipe `path` if no file has this name.
+    Raises OptionError if it is not a config file."""
+    if str(path) in recipe_names() and not Path(path).is_file():
+        path = RECIPES / f"{path}.toml"
     text = read_config_text(path)
     try:
         values = tomllib.loads(text)

@@ -9,15 +9,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Self
 
 import psutil
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from penstock.engines.local_gpus import visible_gpu_usage
 from penstock.engines.scratch import STACK_SIGNAL, own_temp_directory, stack_directory
@@ -181,17 +180,26 @@ class PrometheusEndpoint(Observer):
         self.run = run
         self.port = port
         self.note = note
-        self._values: dict[str, float] = {}
-        self._stage = ""
+        self._registry = CollectorRegistry()
+        self._stage = Gauge("penstock_stage", "stage that was started last", ["run", "stage"], registry=self._registry)
+        self._gauges: dict[str, Gauge] = {}
         self._lock = threading.Lock()
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Replace the values of these metrics."""
+        """Replace the values of these metrics. A metric that is not a number is not served."""
         with self._lock:
-            self._values |= {re.sub(r"[^a-zA-Z0-9_]", "_", name): float(value) for name, value in metrics.items()}
+            for metric, value in metrics.items():
+                name = "penstock_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+                if name not in self._gauges:
+                    description = "docs/metrics.md describes it"
+                    self._gauges[name] = Gauge(name, description, ["run"], registry=self._registry)
+                self._gauges[name].clear()
+                if not math.isnan(value):
+                    self._gauges[name].labels(self.run).set(value)
 
     def on_stage(self, name: str, rollout_id: int | None) -> None:
-        self._stage = name
+        self._stage.clear()
+        self._stage.labels(self.run, name).set(1)
 
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
         """Replace the values of a commit's metrics, under the names that trackers use. The commit of a training step
@@ -200,24 +208,8 @@ class PrometheusEndpoint(Observer):
         if commit.kind == "step":
             self.update({"round": commit.index, "policy_version": commit.policy_version})
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics; prometheus_client calls this method at each request."""
-        with self._lock:
-            values, stage = dict(self._values), self._stage
-        for name, value in values.items():
-            if not math.isnan(value):
-                family = GaugeMetricFamily(f"penstock_{name}", "docs/metrics.md describes it", labels=["run"])
-                family.add_metric([self.run], value)
-                yield family
-        if stage:
-            family = GaugeMetricFamily("penstock_stage", "stage that was started last", labels=["run", "stage"])
-            family.add_metric([self.run, stage], 1.0)
-            yield family
-
     def __enter__(self) -> Self:
-        registry = CollectorRegistry()
-        registry.register(self)
-        self._server, self._thread = start_http_server(self.port, addr=LOOPBACK, registry=registry)
+        self._server, self._thread = start_http_server(self.port, addr=LOOPBACK, registry=self._registry)
         self.port = self._server.server_port
         self.note(f"metrics for Prometheus: http://{LOOPBACK}:{self.port}/metrics")
         return self

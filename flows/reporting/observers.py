@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from prefect import get_run_logger
 
 from penstock.engines import scratch
@@ -88,7 +90,7 @@ class Results(Observer):
     def log_system_metrics(self, metrics: dict[str, float]) -> None:
         """Send metrics of the driver's node to the trackers. Their step is the number of seconds since the run was
         created, which also increases from one start of the run to the next."""
-        seconds = int(self.run.age)
+        seconds = int(time.monotonic() - self.run.created)
         self.tracking.enqueue_metrics(f"system-{self.run.start}-{seconds}", metrics, step=seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:

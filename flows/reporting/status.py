@@ -8,7 +8,6 @@ import time
 from collections import deque
 from typing import get_args
 
-from penstock.engines.serving.replica import Replica
 from penstock.engines.training import MemorySwitch
 from penstock.flows.reporting.observer import ThreadObserver
 from penstock.flows.runtime.display import Display
@@ -144,13 +143,12 @@ class StatusWriter(ThreadObserver):
         """Return how many requests run and wait in each engine that answers."""
         replicas = [each for pool in list(self.processes.pools.values()) for each in pool.replicas if each.known_url]
 
-        def ask(replica: Replica) -> tuple[int, int] | None:
-            return replica.client.num_requests(replica.known_url or "", ANSWER_SECONDS)
-
-        counts = zip(replicas, map_in_threads(ask, replicas, NUM_REQUESTS), strict=True)
+        counts = map_in_threads(
+            lambda replica: replica.client.num_requests(replica.known_url or "", ANSWER_SECONDS), replicas, NUM_REQUESTS
+        )
         return {
             f"requests/{name}/{replica.label}": float(number)
-            for replica, numbers in counts
+            for replica, numbers in zip(replicas, counts, strict=True)
             if numbers is not None
             for name, number in zip(("running", "waiting"), numbers, strict=True)
         }

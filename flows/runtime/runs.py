@@ -394,6 +394,7 @@ class ActiveRun:
         record: run.json; None before the run is opened.
         provenance: fields of every commit: hash of the config and version of the code.
         start: number of this start, once it is recorded.
+        created: time at which the run was created on the monotonic clock, which is never set back.
     """
 
     def __init__(self, store: Store, keys: RunKeys, flow: Flow, config: Plan, lease_key: str = "") -> None:
@@ -406,12 +407,7 @@ class ActiveRun:
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self.started_at = time.time()
         self.start = 0
-        self._created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
-
-    @property
-    def age(self) -> float:
-        """Return the seconds since the run was created; the value increases even if the clock is set back."""
-        return time.monotonic() - self._created
+        self.created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
 
     def writes_report(self, kind: type[BaseException] | None) -> bool:
         """Return whether a start that ends by an exception of class `kind`, or normally, writes the report."""
