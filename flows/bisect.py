@@ -117,14 +117,21 @@ def main(argv: list[str]) -> int:
     run = parse_run_argument("bisect", positional)
     search = plan_search(run, own, rest)
     values = {version: search.value(commit) for version, commit in search.stored.items()}
-    print(describe_cost(search, values), flush=True)
+    checkpoints = search.store.committed_indices(f"{search.keys.prefix}/checkpoints")
+    cost = largest_cost(search.first, search.last, values, search.bound, checkpoints)
+    print(
+        f"bisecting {run}: {search.metric} below {search.bound:g}, versions {search.first} to {search.last}, "
+        f"{len(values)} of them with a stored evaluation\n"
+        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds; then, to rank the groups, a "
+        "checkpoint of the version before the fall, and twice four optimizer steps on the samples of two evaluations",
+        flush=True,
+    )
     if "--dry-run" in own:
         return 0
     next_version(search.first, search.last, values, search.bound)  # raises NoFallError before anything starts
     try:
         with driving(search) as evaluator:
-            before, after = run_search(search, values, evaluator)
-            print_fall(search, values, before, after)
+            before = run_search(search, values, evaluator)
             print_ranking(search, before, rank_round(search, evaluator, before))
     except (InputError, StoreError):
         raise
@@ -153,6 +160,12 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
                 f"{changed[0]} cannot change in a search, which restores and evaluates the run as it was: leave it out"
             )
     data_set, metric = find_data_set(config, own["--metric"]), own["--metric"]
+    try:
+        bound = float(own["--below"])
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise OptionError(f"--below takes a number; found {short_repr(own['--below'])}")
     # A fork that reuses rollouts runs without engines, and debug options name files of other starts.
     config = with_options(config, "run", {"debug_train_only": False, "debug_rollout_only": False})
     plan = plan_of(flow, config.model_copy(update={"debug": DebugConfig()}))
@@ -162,18 +175,7 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     stored = {version: commit for version, commit in commits.items() if commit is not None}
     first, last = find_range(store, keys, plan, data_set, own, stored)
     stored = {version: commit for version, commit in stored.items() if first <= version <= last}
-    return Search(store, keys, plan, metric, data_set, parse_bound(own["--below"]), first, last, stored)
-
-
-def parse_bound(text: str) -> float:
-    """Return the value of --below. Raises OptionError if it is not a finite number."""
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = math.nan
-    if not math.isfinite(bound):
-        raise OptionError(f"--below takes a number; found {short_repr(text)}")
-    return bound
+    return Search(store, keys, plan, metric, data_set, bound, first, last, stored)
 
 
 def find_data_set(config: PostTrainConfig, metric: str) -> str:
@@ -269,20 +271,9 @@ def driving(search: Search) -> Iterator[Evaluator]:
                     record_completion(store, keys, run.start, completion)
 
 
-def describe_cost(search: Search, values: dict[int, float]) -> str:
-    """Return what is searched, and the largest number of evaluations and replayed rounds that it takes."""
-    checkpoints = search.store.committed_indices(f"{search.keys.prefix}/checkpoints")
-    cost = largest_cost(search.first, search.last, values, search.bound, checkpoints)
-    return (
-        f"bisecting {search.keys.run}: {search.metric} below {search.bound:g}, versions {search.first} to "
-        f"{search.last}, {len(values)} of them with a stored evaluation\n"
-        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds; then, to rank the groups, a "
-        "checkpoint of the version before the fall, and twice four optimizer steps on the samples of two evaluations"
-    )
-
-
-def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -> tuple[int, int]:
-    """Evaluate versions until the fall is between two consecutive ones, and return these. Print every value."""
+def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -> int:
+    """Evaluate versions until the fall is between two consecutive ones, and return the first of these. Print every
+    value, the fall that was found, and which others the values show."""
 
     def evaluate(version: int) -> float:
         evaluator.stop.raise_if_requested()
@@ -294,7 +285,15 @@ def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -
 
     for version, commit in sorted(search.stored.items()):
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}  (stored)")
-    return find_fall(search.first, search.last, values, search.bound, evaluate)
+    before, after = find_fall(search.first, search.last, values, search.bound, evaluate)
+    print(
+        f"{search.metric} fell below {search.bound:g} at version {after}: {values[before]:.4g} at version {before}, "
+        f"{values[after]:.4g} at version {after}. Round {before} trained it"
+    )
+    if later := list_falls(values, search.bound)[1:]:
+        places = ", ".join(f"{a} and {b}" for a, b in later)
+        print(f"this is the first of {len(later) + 1} falls that the values show; others are between versions {places}")
+    return before
 
 
 def rank_round(search: Search, evaluator: Evaluator, before: int) -> list[RankedGroup]:
@@ -312,20 +311,6 @@ def rank_round(search: Search, evaluator: Evaluator, before: int) -> list[Ranked
     influence = policy.influence_of_samples(before, commits, contrast.tolist())
     rollout = evaluator.run.read_commit(keys.rollout_prefix(before))
     return rank_groups(read_table(store, rollout), influence) if any(influence) else []
-
-
-# ---- output ----------------------------------------------------------------------------------------------------------
-
-
-def print_fall(search: Search, values: dict[int, float], before: int, after: int) -> None:
-    """Print the fall that was found, and which others the values show."""
-    print(
-        f"{search.metric} fell below {search.bound:g} at version {after}: {values[before]:.4g} at version {before}, "
-        f"{values[after]:.4g} at version {after}. Round {before} trained it"
-    )
-    if later := list_falls(values, search.bound)[1:]:
-        places = ", ".join(f"{a} and {b}" for a, b in later)
-        print(f"this is the first of {len(later) + 1} falls that the values show; others are between versions {places}")
 
 
 def print_ranking(search: Search, before: int, ranked: list[RankedGroup]) -> None:

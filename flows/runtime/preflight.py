@@ -19,7 +19,7 @@ from penstock.engines.backends import check_capabilities, engine_backend, engine
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
-from penstock.engines.lora import WEIGHTS, LoraOptions, check_adapters, check_peft_directory
+from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
 from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
@@ -60,7 +60,6 @@ from penstock.stages.rollout.plugins.rollout_function import check_rollout_funct
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
 from penstock.stages.rollout.prompts.prompt_files import read_column_names
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
-from penstock.stages.train.config import TrainConfig
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
 from penstock.storage.config import entries_of
@@ -471,9 +470,19 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     frozen = frozen_parameters(shape, *lists, train.freeze_vision)
     check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
     if train.lora is not None:
-        check_lora(train, train.lora, shape)
+        check_adapters(
+            shape,
+            train.lora,
+            tensor=train.tensor_model_parallel_size,
+            pipeline=train.pipeline_model_parallel_size,
+            expert_tensor=train.expert_tensor_parallel_size,
+            grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
+        )
+        if train.lora.lora_load is not None:
+            adapter = Path(train.lora.lora_load)
+            check_peft_directory(adapter, shape, train.lora)
+            check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
     check_teacher(config)
-    check_teacher_names(config)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:
@@ -482,25 +491,17 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         experts_format(shape, "--use-rollout-routing-replay")
 
 
-def check_lora(train: TrainConfig, lora: LoraOptions, shape: ModelShape) -> None:
-    """Check that a model can have the adapters of a config, and that --lora-load has them."""
-    check_adapters(
-        shape,
-        lora,
-        tensor=train.tensor_model_parallel_size,
-        pipeline=train.pipeline_model_parallel_size,
-        expert_tensor=train.expert_tensor_parallel_size,
-        grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
-    )
-    if lora.lora_load is not None:
-        adapter = Path(lora.lora_load)
-        check_peft_directory(adapter, shape, lora)
-        check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
-
-
 def check_teacher(config: PostTrainConfig) -> None:
-    """Check that the run can start the engine of --opd-teacher-load: its model is complete and supported, can be
-    sharded, and has the tokens of the policy."""
+    """Check that the first rows of each entry of --prompt-data name only teachers that the run has, and that the run
+    can start the engine of --opd-teacher-load: its model is complete and supported, can be sharded, and has the tokens
+    of the policy."""
+    names = set(config.rollout.opd_teacher_urls or (config.train.teacher_names if config.train.opd else ()))
+    for row in read_first_rows(config.rollout) if config.rollout.opd_teacher_key else ():
+        if row.metadata[TEACHER] not in names:
+            raise DataError(
+                f"{row.where} names the teacher {row.metadata[TEACHER]!r} (--opd-teacher-key), but the run has "
+                f"{', '.join(sorted(names))}: correct the row, --opd-teacher-loads or --opd-teacher-urls"
+            )
     options = teacher_options(config)
     if options is None:
         return
@@ -529,17 +530,6 @@ def check_teacher(config: PostTrainConfig) -> None:
     )
     check_vocabulary(tokenizer, teacher.vocab_size, path)
     check_same_tokens(policy, tokenizer, path)
-
-
-def check_teacher_names(config: PostTrainConfig) -> None:
-    """Check that the first rows of each entry of --prompt-data name only teachers that the run has."""
-    names = set(config.rollout.opd_teacher_urls or (config.train.teacher_names if config.train.opd else ()))
-    for row in read_first_rows(config.rollout) if config.rollout.opd_teacher_key else ():
-        if row.metadata[TEACHER] not in names:
-            raise DataError(
-                f"{row.where} names the teacher {row.metadata[TEACHER]!r} (--opd-teacher-key), but the run has "
-                f"{', '.join(sorted(names))}: correct the row, --opd-teacher-loads or --opd-teacher-urls"
-            )
 
 
 def fp8_warning(config: PostTrainConfig) -> Iterator[str]:

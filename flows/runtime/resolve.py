@@ -57,7 +57,12 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     config = with_absolute_paths(with_function_names(config))
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
     flow = Flow(flow)
-    existing = read_existing(store, config.run.run) if flow.has_run and config.run.run else None
+    existing, keys = None, RunKeys(config.run.run)
+    record = read_run_record(store, keys) if flow.has_run and keys.run and not is_removed(store, keys) else None
+    if record is not None:
+        recorded_config, recorded_given = latest_config(store, keys, record)
+        has_changes = bool(store.list(f"{keys.prefix}/changes"))
+        existing = _Existing(record, recorded_given, recorded_config, has_changes)
     if flow is Flow.EVALUATE and config.convert.load:
         raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
@@ -84,16 +89,6 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     sections = {name: getattr(config, name) for name in PostTrainConfig.model_fields}
     parent = existing.record.parent if existing else None
     return Plan.model_construct(**sections, flow=flow, given=given, parent=parent, notes=notes)
-
-
-def read_existing(store: Store, run: str) -> _Existing | None:
-    """Return the content of the run's record, or None if the run has no record or is being removed."""
-    keys = RunKeys(run)
-    record = None if is_removed(store, keys) else read_run_record(store, keys)
-    if record is None:
-        return None
-    config, given = latest_config(store, keys, record)
-    return _Existing(record, given, config, bool(store.list(f"{keys.prefix}/changes")))
 
 
 def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> PostTrainConfig:
