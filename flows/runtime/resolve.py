@@ -46,14 +46,9 @@ class _Existing(NamedTuple):
 
 
 def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bool = True) -> Plan:
-    """Return the plan of a flow: the config with a final value for every option.
-
-    Args:
-        flow: name of the flow.
-        config: the options as given, or those of a run's record with changes.
-        store: the store of the run.
-        counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch is not resolved.
-    """
+    """Return the plan of a flow: the config (as given, or that of a run's record with changes) with a final value for
+    every option. `store` is the store of the run. `counts_rows`: whether the rows of --prompt-data are on this machine;
+    otherwise --num-epoch is not resolved."""
     config = with_absolute_paths(with_function_names(config))
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
     flow = Flow(flow)
@@ -181,14 +176,8 @@ def _checkpoint_of_run(path: Path, version: int | None = None) -> str | None:
 
 
 def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, counts_rows: bool = True) -> int:
-    """Return the number of rounds of --num-epoch.
-
-    Args:
-        config: a config with --num-epoch.
-        existing: the record of the run, if this start continues it. If its --num-epoch is the same, its number of
-            rounds is returned.
-        counts_rows: whether to count the rows; if not, the number of rounds stays as it is.
-    """
+    """Return the number of rounds of --num-epoch: that of the record `existing` if this start continues the run with
+    the same --num-epoch, else from the number of rows; without `counts_rows` the number of rounds stays as it is."""
     run, rollout = config.run, config.rollout
     assert run.num_epoch is not None, "the run has a number of epochs"
     unfit = {
@@ -220,11 +209,8 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
 
 
 def target_rounds(store: Store, existing: _Existing | None, config: PostTrainConfig) -> int:
-    """Return the total number of trained rounds at which this start of a run with --num-rollout-per-start ends.
-
-    If the previous start did not finish, its target is returned; otherwise the number of trained rounds plus
-    --num-rollout-per-start.
-    """
+    """Return the total number of trained rounds at which this start of a run with --num-rollout-per-start ends: that of
+    the previous start if it did not finish, else the number of trained rounds plus --num-rollout-per-start."""
     per_start, keys = config.run.num_rollout_per_start, RunKeys(config.run.run)
     assert per_start is not None, "only runs with --num-rollout-per-start have targets"
     trained, before = len(store.committed_indices(f"{keys.prefix}/steps")), None

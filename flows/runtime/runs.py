@@ -235,10 +235,8 @@ def describe_difference(record: RunRecord, plan: Plan) -> str | None:
 
 def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: str) -> tuple[str, Any, Any] | None:
     """Return the first identity option of two configs with absolute paths that differs: name, value before, value now.
-
     A project may be moved, so paths also count as equal if they are equal relative to the working directories of the
-    two starts; `directory` is that of the earlier start.
-    """
+    two starts; `directory` is that of the earlier start."""
     old, new = options_by_mutability(before, "identity"), options_by_mutability(now, "identity")
     moved_old = options_by_mutability(with_relative_paths(before, directory), "identity")
     moved_new = options_by_mutability(with_relative_paths(now, str(Path.cwd())), "identity")
@@ -299,10 +297,7 @@ def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostT
 
 def record_schedule(store: Store, keys: RunKeys, record: RunRecord, plan: Plan) -> None:
     """Record the schedule options of this start (number of rounds, save and evaluation intervals, paths) under the next
-    free number in `changes/`, unless they equal the latest recorded ones.
-
-    If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
-    """
+    free number in `changes/`, unless they equal the latest recorded ones. The highest number is in effect."""
     schedule = options_by_mutability(plan, "schedule")
     if schedule == options_by_mutability(latest_config(store, keys, record)[0], "schedule"):
         return
@@ -348,11 +343,8 @@ def config_of_round(record: RunRecord, rollout_id: int) -> PostTrainConfig:
 
 def missing_fork_checkpoint(store: Store, record: RunRecord) -> tuple[int, PostTrainConfig] | None:
     """Return the policy version that a fork must save as a checkpoint before it trains, and the config to replay the
-    rounds up to that version with. Return None if no checkpoint is needed.
-
-    A fork whose training options differ from its parent's needs one: the rounds before the fork point can only be
-    replayed with the parent's options, and the rounds after it use the fork's.
-    """
+    rounds up to that version with: if its training options differ from its parent's, those rounds can only be replayed
+    with the parent's options. Return None if no checkpoint is needed."""
     parent = record.parent
     if parent is None or parent.at == 0:
         return None
@@ -520,14 +512,11 @@ def check_not_driven(store: Store, keys: RunKeys, *, own_lease: str | None = Non
 
 @contextmanager
 def driver_lease(store: Store, keys: RunKeys, wait: Callable[[str], None] | None = None) -> Iterator[Lease]:
-    """Hold the lease that marks this process as the run's driver during the block.
+    """Hold the lease that marks this process as the run's driver during the block. A process looks for others after its
+    own lease is visible, so of two that start together at least one sees the other, and releases its lease.
 
-    A process looks for others after its own lease is visible, so of two that start together at least one sees the
-    other, and releases its lease.
-
-    Args:
-        wait: called with the description of another driver, as long as there is one; it waits a random time. Without
-            it, RunError is raised if another process of this machine drives the run.
+    `wait` is called with the description of another driver, as long as there is one; it waits a random time. Without
+    it, RunError is raised if another process of this machine drives the run.
     """
     while True:
         while wait is not None and (others := describe_live_drivers(store, keys)):
