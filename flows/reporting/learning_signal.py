@@ -75,14 +75,9 @@ def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bo
     """Return a warning if this is the first round of the run in which the log-probs of engine and trainer differ too
     much: by more than MAX_LOGPROB_GAP or, with `fp8` engines, at all. Otherwise return None."""
     limit = 0.0 if fp8 else MAX_LOGPROB_GAP
-
-    def exceeds(index: int) -> float | None:
-        step = store.committed(keys.step_prefix(index))
-        gap = step.summary.get(LOGPROB_GAP, 0.0) if step else 0.0
-        return gap if gap > limit else None
-
-    gap = exceeds(rollout_id)
-    if gap is None or any(exceeds(index) for index in range(rollout_id - 1, -1, -1)):
+    gap = _metric(store, keys.step_prefix(rollout_id), LOGPROB_GAP)
+    earlier = (_metric(store, keys.step_prefix(index), LOGPROB_GAP) for index in reversed(range(rollout_id)))
+    if not (gap > limit) or any(value > limit for value in earlier):  # no warning either if it is NaN
         return None
     cause = "engines with fp8 weights" if fp8 else f"more than {MAX_LOGPROB_GAP}"
     return (
@@ -94,18 +89,22 @@ def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bo
 def truncation_warning(store: Store, keys: RunKeys, rollout_id: int) -> str | None:
     """Return a warning if this is the first round of the run in which MAX_MORE_TRUNCATED more of the responses are
     truncated than in round 0. Otherwise return None."""
-
-    def ratio(index: int) -> float:
-        rollout = store.committed(keys.rollout_prefix(index))
-        return rollout.summary.get("rollout/truncated_ratio", 0.0) if rollout else 0.0
-
-    limit = ratio(0) + MAX_MORE_TRUNCATED
-    if ratio(rollout_id) <= limit or any(ratio(index) > limit for index in range(rollout_id)):
+    name = "rollout/truncated_ratio"
+    first, ratio = (_metric(store, keys.rollout_prefix(index), name) for index in (0, rollout_id))
+    earlier = (_metric(store, keys.rollout_prefix(index), name) for index in range(rollout_id))
+    limit = first + MAX_MORE_TRUNCATED
+    if ratio <= limit or any(value > limit for value in earlier):
         return None
     return (
-        f"{ratio(rollout_id):.0%} of the responses are truncated, in round 0 {ratio(0):.0%} were: if they are right so "
-        "far, raise --rollout-max-response-len; else see whether the reward pays for text after the answer"
+        f"{ratio:.0%} of the responses are truncated, in round 0 {first:.0%} were: if they are right so far, raise "
+        "--rollout-max-response-len; else see whether the reward pays for text after the answer"
     )
+
+
+def _metric(store: Store, prefix: str, name: str) -> float:
+    """Return a metric of the commit at `prefix`; 0 if the commit or the metric does not exist."""
+    commit = store.committed(prefix)
+    return commit.summary.get(name, 0.0) if commit else 0.0
 
 
 def _rewards_of_equal_groups(summary: Mapping[str, float]) -> dict[str, int]:
