@@ -20,14 +20,13 @@ from penstock.flows.config import (
     Flow,
     Plan,
     PostTrainConfig,
-    options_by_mutability,
+    changed_flag,
     training_options,
     validate_config,
     with_options,
 )
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import (
-    flag_of_field,
     parse_integer,
     parse_run_argument,
     penstock_command,
@@ -153,12 +152,10 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     if flow != Flow.TRAIN:
         raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
     config = update_config_from_argv(recorded, rest)
-    for mutability in ("identity", "schedule"):
-        before, now = (options_by_mutability(each, mutability) for each in (recorded, config))
-        if changed := [flag_of_field(name.rpartition(".")[2]) for name in now if now[name] != before[name]]:
-            raise OptionError(
-                f"{changed[0]} cannot change in a search, which restores and evaluates the run as it was: leave it out"
-            )
+    if flag := changed_flag(recorded, config, "identity", "schedule"):
+        raise OptionError(
+            f"{flag} cannot change in a search, which restores and evaluates the run as it was: leave it out"
+        )
     data_set, metric = find_data_set(config, own["--metric"]), own["--metric"]
     try:
         bound = float(own["--below"])

@@ -494,6 +494,15 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
     return options
 
 
+def changed_flag(before: PostTrainConfig, now: PostTrainConfig, *mutabilities: Mutability) -> str | None:
+    """Return the flag of the first option of these mutability classes that differs between two configs, or None."""
+    for mutability in mutabilities:
+        old, new = (options_by_mutability(config, mutability) for config in (before, now))
+        if changed := [name for name in new if new[name] != old[name]]:
+            return flag_of_field(changed[0].rpartition(".")[2])
+    return None
+
+
 def config_hash(config: PostTrainConfig) -> str:
     """Return a hash of the options that a resumed run cannot change (mutability `identity`)."""
     identity = options_by_mutability(config, "identity")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.reporting.observer import Observer
+from penstock.flows.runtime.debug_runs import LOGPROB_GAP
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.flows.runtime.runs import ActiveRun
 
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
-LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
 MAX_LOGPROB_GAP = 0.03  # above it --use-tis is suggested; bf16 engines and trainers differ by about 0.01
 MAX_MORE_TRUNCATED = 0.2  # truncated ratio minus that of round 0, above which a warning follows
 _TINY = 1e-8  # smaller gradient norms are rounding errors
