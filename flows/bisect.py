@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,14 +20,13 @@ from penstock.flows.config import (
     Flow,
     Plan,
     PostTrainConfig,
-    options_by_mutability,
+    changed_flag,
     training_options,
     validate_config,
     with_options,
 )
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import (
-    flag_of_field,
     parse_integer,
     parse_run_argument,
     penstock_command,
@@ -98,12 +97,7 @@ class Search:
     bound: float
     first: int
     last: int
-
-    def stored_commits(self) -> dict[int, Commit]:
-        """Return the stored evaluations on the data set in the range: policy version -> commit."""
-        prefixes = {v: self.keys.eval_prefix(v, self.data_set) for v in evaluated_versions(self.store, self.keys)}
-        commits = {v: self.store.committed(prefix) for v, prefix in prefixes.items() if self.first <= v <= self.last}
-        return {version: commit for version, commit in commits.items() if commit is not None}
+    stored: dict[int, Commit]  # stored evaluations on the data set in the range, by policy version
 
     def value(self, commit: Commit) -> float:
         """Return the metric of an evaluation. Raises OptionError if the evaluation does not have it."""
@@ -121,15 +115,22 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, _OWN)
     run = parse_run_argument("bisect", positional)
     search = plan_search(run, own, rest)
-    values = {version: search.value(commit) for version, commit in search.stored_commits().items()}
-    print(describe_cost(search, values), flush=True)
+    values = {version: search.value(commit) for version, commit in search.stored.items()}
+    checkpoints = search.store.committed_indices(f"{search.keys.prefix}/checkpoints")
+    cost = largest_cost(search.first, search.last, values, search.bound, checkpoints)
+    print(
+        f"bisecting {run}: {search.metric} below {search.bound:g}, versions {search.first} to {search.last}, "
+        f"{len(values)} of them with a stored evaluation\n"
+        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds; then, to rank the groups, a "
+        "checkpoint of the version before the fall, and twice four optimizer steps on the samples of two evaluations",
+        flush=True,
+    )
     if "--dry-run" in own:
         return 0
     next_version(search.first, search.last, values, search.bound)  # raises NoFallError before anything starts
     try:
         with driving(search) as evaluator:
-            before, after = run_search(search, values, evaluator)
-            print_fall(search, values, before, after)
+            before = run_search(search, values, evaluator)
             print_ranking(search, before, rank_round(search, evaluator, before))
     except (InputError, StoreError):
         raise
@@ -151,30 +152,27 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     if flow != Flow.TRAIN:
         raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
     config = update_config_from_argv(recorded, rest)
-    for mutability in ("identity", "schedule"):
-        before, now = (options_by_mutability(each, mutability) for each in (recorded, config))
-        if changed := [flag_of_field(name.rpartition(".")[2]) for name in now if now[name] != before[name]]:
-            raise OptionError(
-                f"{changed[0]} cannot change in a search, which restores and evaluates the run as it was: leave it out"
-            )
+    if flag := changed_flag(recorded, config, "identity", "schedule"):
+        raise OptionError(
+            f"{flag} cannot change in a search, which restores and evaluates the run as it was: leave it out"
+        )
     data_set, metric = find_data_set(config, own["--metric"]), own["--metric"]
+    try:
+        bound = float(own["--below"])
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise OptionError(f"--below takes a number; found {short_repr(own['--below'])}")
     # A fork that reuses rollouts runs without engines, and debug options name files of other starts.
     config = with_options(config, "run", {"debug_train_only": False, "debug_rollout_only": False})
     plan = plan_of(flow, config.model_copy(update={"debug": DebugConfig()}))
     store, keys = open_store(plan.run, probe=False), RunKeys(run)
-    first, last = find_range(store, keys, plan, data_set, own)
-    return Search(store, keys, plan, metric, data_set, parse_bound(own["--below"]), first, last)
-
-
-def parse_bound(text: str) -> float:
-    """Return the value of --below. Raises OptionError if it is not a finite number."""
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = math.nan
-    if not math.isfinite(bound):
-        raise OptionError(f"--below takes a number; found {short_repr(text)}")
-    return bound
+    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+    commits = {version: store.committed(keys.eval_prefix(version, data_set)) for version in versions}
+    stored = {version: commit for version, commit in commits.items() if commit is not None}
+    first, last = find_range(store, keys, plan, data_set, own, stored)
+    stored = {version: commit for version, commit in stored.items() if first <= version <= last}
+    return Search(store, keys, plan, metric, data_set, bound, first, last, stored)
 
 
 def find_data_set(config: PostTrainConfig, metric: str) -> str:
@@ -191,12 +189,13 @@ def find_data_set(config: PostTrainConfig, metric: str) -> str:
     return max(own, key=len)
 
 
-def find_range(store: Store, keys: RunKeys, plan: Plan, data_set: str, own: dict[str, str]) -> tuple[int, int]:
-    """Return the first and the last policy version of the search. Raises RunError or OptionError if the range is empty
-    or has versions that cannot be restored."""
+def find_range(
+    store: Store, keys: RunKeys, plan: Plan, data_set: str, own: dict[str, str], evaluated: Iterable[int]
+) -> tuple[int, int]:
+    """Return the first and the last policy version of the search. `evaluated`: the versions with a stored evaluation.
+    Raises RunError or OptionError if the range is empty or has versions that cannot be restored."""
     trained, start = len(store.committed_indices(f"{keys.prefix}/steps")), first_restorable(store, keys, plan)
-    stored = [v for v in evaluated_versions(store, keys) if start <= v <= trained]
-    stored = [v for v in stored if store.committed(keys.eval_prefix(v, data_set))]
+    stored = [version for version in evaluated if start <= version <= trained]
     if not stored and not {"--from", "--to"} <= own.keys():
         raise RunError(
             f"run {keys.run!r} has no evaluation on {data_set} of versions {start} to {trained}: give --from and --to"
@@ -225,11 +224,6 @@ def first_restorable(store: Store, keys: RunKeys, plan: Plan) -> int:
             return int(end)
         entry = entry.parent
     return 0
-
-
-def evaluated_versions(store: Store, keys: RunKeys) -> list[int]:
-    """Return the policy versions with stored evaluations on any data set."""
-    return [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -274,20 +268,9 @@ def driving(search: Search) -> Iterator[Evaluator]:
                     record_completion(store, keys, run.start, completion)
 
 
-def describe_cost(search: Search, values: dict[int, float]) -> str:
-    """Return what is searched, and the largest number of evaluations and replayed rounds that it takes."""
-    checkpoints = search.store.committed_indices(f"{search.keys.prefix}/checkpoints")
-    cost = largest_cost(search.first, search.last, values, search.bound, checkpoints)
-    return (
-        f"bisecting {search.keys.run}: {search.metric} below {search.bound:g}, versions {search.first} to "
-        f"{search.last}, {len(values)} of them with a stored evaluation\n"
-        f"at most {cost.evaluations} evaluations and {cost.rounds} replayed rounds; then, to rank the groups, a "
-        "checkpoint of the version before the fall, and twice four optimizer steps on the samples of two evaluations"
-    )
-
-
-def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -> tuple[int, int]:
-    """Evaluate versions until the fall is between two consecutive ones, and return these. Print every value."""
+def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -> int:
+    """Evaluate versions until the fall is between two consecutive ones, and return the first of these. Print every
+    value, the fall that was found, and which others the values show."""
 
     def evaluate(version: int) -> float:
         evaluator.stop.raise_if_requested()
@@ -297,9 +280,17 @@ def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}", flush=True)
         return value
 
-    for version, commit in sorted(search.stored_commits().items()):
+    for version, commit in sorted(search.stored.items()):
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}  (stored)")
-    return find_fall(search.first, search.last, values, search.bound, evaluate)
+    before, after = find_fall(search.first, search.last, values, search.bound, evaluate)
+    print(
+        f"{search.metric} fell below {search.bound:g} at version {after}: {values[before]:.4g} at version {before}, "
+        f"{values[after]:.4g} at version {after}. Round {before} trained it"
+    )
+    if later := list_falls(values, search.bound)[1:]:
+        places = ", ".join(f"{a} and {b}" for a, b in later)
+        print(f"this is the first of {len(later) + 1} falls that the values show; others are between versions {places}")
+    return before
 
 
 def rank_round(search: Search, evaluator: Evaluator, before: int) -> list[RankedGroup]:
@@ -317,20 +308,6 @@ def rank_round(search: Search, evaluator: Evaluator, before: int) -> list[Ranked
     influence = policy.influence_of_samples(before, commits, contrast.tolist())
     rollout = evaluator.run.read_commit(keys.rollout_prefix(before))
     return rank_groups(read_table(store, rollout), influence) if any(influence) else []
-
-
-# ---- output ----------------------------------------------------------------------------------------------------------
-
-
-def print_fall(search: Search, values: dict[int, float], before: int, after: int) -> None:
-    """Print the fall that was found, and which others the values show."""
-    print(
-        f"{search.metric} fell below {search.bound:g} at version {after}: {values[before]:.4g} at version {before}, "
-        f"{values[after]:.4g} at version {after}. Round {before} trained it"
-    )
-    if later := list_falls(values, search.bound)[1:]:
-        places = ", ".join(f"{a} and {b}" for a, b in later)
-        print(f"this is the first of {len(later) + 1} falls that the values show; others are between versions {places}")
 
 
 def print_ranking(search: Search, before: int, ranked: list[RankedGroup]) -> None:

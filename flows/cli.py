@@ -123,7 +123,10 @@ def run_command(argv: list[str]) -> int:
         hint = did_you_mean(name, list(COMMANDS)) or ": `penstock --help` lists them"
         raise OptionError(f"unknown command {short_repr(name)}{hint}")
     environment.set_default_variables(verbose="--verbose" in rest)
-    return COMMANDS[name]([argument for argument in rest if argument != "--verbose"])
+    rest = [argument for argument in rest if argument != "--verbose"]
+    flags = [argument.partition("=")[0] for argument in rest]
+    others = [command for (owner, flag), command in COMMANDS_WITH_FLAG.items() if owner == name and flag in flags]
+    return (others[0] if others else COMMANDS[name])(rest)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
@@ -159,11 +162,6 @@ def _module_command(name: str, prefix: str = "") -> Command:
     return call
 
 
-def _or_with_flag(command: Command, flag: str, other: Command) -> Command:
-    """Return a command that calls `other` if the flag is given, else `command`."""
-    return lambda argv: (other if any(word.partition("=")[0] == flag for word in argv) else command)(argv)
-
-
 COMMANDS: dict[str, Command] = {
     "demo": _module_command("commands.demo"),
     "train": _flow_command("train"),
@@ -171,7 +169,7 @@ COMMANDS: dict[str, Command] = {
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
-    "eval": _or_with_flag(_flow_command("eval"), "--compare", _module_command("commands.stored_evals", "compare")),
+    "eval": _flow_command("eval"),
     "regrade": _module_command("commands.regrade"),
     "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
@@ -186,15 +184,18 @@ COMMANDS: dict[str, Command] = {
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("inspect.run_views", "runs"),
     "watch": _module_command("inspect.watch"),
-    "show": _or_with_flag(
-        _module_command("inspect.run_views", "show"), "--cost", _module_command("inspect.run_views", "cost")
-    ),
+    "show": _module_command("inspect.run_views", "show"),
     "lineage": _module_command("inspect.lineage_trees"),
     "samples": _module_command("inspect.read_samples"),
     "query": _module_command("inspect.sql_query"),
-    "report": _or_with_flag(_module_command("inspect.report"), "--to", _module_command("inspect.track")),
+    "report": _module_command("inspect.report"),
     "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
+}
+COMMANDS_WITH_FLAG: dict[tuple[str, str], Command] = {  # command and one of its flags -> the command that it means
+    ("eval", "--compare"): _module_command("commands.stored_evals", "compare"),
+    ("show", "--cost"): _module_command("inspect.run_views", "cost"),
+    ("report", "--to"): _module_command("inspect.track"),
 }
 _TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # commands that take the options of a run
 RESUMABLE = ("demo", "train", "sft", "convert", "eval", "regrade", "resume", "bisect")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -131,30 +131,23 @@ class PostTrainConfig(StageConfig):
         return values
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        yield from (*self._sharing_rules(), *self._async_rules(), *self._streaming_rules(), *self._teacher_rules())
-
-    def _sharing_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield those of `rules` about checkpoints that are kept, and about engines on the trainer's GPUs."""
+        run, evals = self.run, self.eval
         yield (
-            self.run.keep_best is not None and self.run.keep_checkpoints is None,
-            f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
+            run.keep_best is not None and run.keep_checkpoints is None,
+            f"--keep-best {run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
             "kept): add --keep-checkpoints N",
         )
         engines, ranks = self.rollout.rollout_num_gpus, self.train.num_ranks
         yield (
-            self.run.colocate and engines not in (None, ranks),
+            run.colocate and engines not in (None, ranks),
             f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
             "omit --rollout-num-gpus to share them, or --colocate to use others",
         )
         yield (
-            self.run.offloads_engines and self.rollout.rollout_external_engine_addrs,
+            run.offloads_engines and self.rollout.rollout_external_engine_addrs,
             "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
             "external engines keep their memory: omit --offload-rollout and --colocate",
         )
-
-    def _async_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield those of `rules` about generation and evaluation during training."""
-        run = self.run
         mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
         yield (
             run.generates_ahead and run.alternates_trainer_and_engines,
@@ -168,19 +161,21 @@ class PostTrainConfig(StageConfig):
             "an interval of 1, or omit these options",
         )
         yield (
-            self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines,
+            evals.eval_mode == "apart" and run.alternates_trainer_and_engines,
             "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
             "--offload-rollout trainer and engines take turns: omit --eval-mode apart, or these options",
         )
         yield (
-            self.eval.eval_mode == "apart" and not self.eval.data_sets,
+            evals.eval_mode == "apart" and not evals.data_sets,
             "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit --eval-mode",
         )
         yield (
-            self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1,
+            evals.eval_mode == "between" and evals.eval_num_engines != 1,
             "--eval-num-engines has no effect without --eval-mode apart: add --eval-mode apart, or omit "
             "--eval-num-engines",
         )
+        yield from self._streaming_rules()
+        yield from self._teacher_rules()
 
     def _streaming_rules(self) -> Iterator[tuple[object, str]]:
         """Yield those of `rules` about --async-mode streaming and the options that belong to it."""
@@ -308,6 +303,9 @@ _OPTIONS = tuple(
 )
 
 
+SECRETS = [(section, name) for section, name, field in _OPTIONS if field_meta(field).secret]
+
+
 def list_options() -> tuple[tuple[str, str, FieldInfo], ...]:
     """Return every option as (dotted path of its section, name, field)."""
     return _OPTIONS
@@ -348,7 +346,7 @@ def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):
-            raise OptionError(_not_a_table(section, values))
+            raise OptionError(NOT_A_TABLE.format(section=section, value=short_repr(values)))
     return values
 
 
@@ -390,22 +388,23 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
     return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
 
 
+def check_rules(rules: Iterable[tuple[object, str]]) -> None:
+    """Raise OptionError with the message of the first violated rule, given as (is violated, error message)."""
+    for is_violated, message in rules:
+        if is_violated:
+            raise OptionError(message)
+
+
 def validate_config(values: dict[str, Any]) -> PostTrainConfig:
-    """Validate `values` (section -> option -> value), and return them as a config.
-
-    A secret that is given as a literal value is replaced by a reference that only this process can resolve
-    (storage/secret_references.py).
-
-    Raises:
-        InputError: a value is invalid; the message describes the first invalid value. The class is `OptionError` for
-        pydantic's own checks, otherwise that of the exception which a validator raised.
-    """
+    """Validate `values` (section -> option -> value), and return them as a config. A literal secret is replaced by a
+    reference that only this process can resolve. Raises InputError, whose message describes the first invalid value;
+    its class is `OptionError`, or that of the exception which a validator raised."""
     if has_credentials(str(values.get("run", {}).get("store", ""))):
         raise OptionError(
             "--store contains credentials: give them as --store-options NAME=env:VARIABLE (or secret-file:PATH)"
         )
     try:
-        for section, name in secret_fields():
+        for section, name in SECRETS:
             if name in (entries := entries_of(values, section)):
                 values = with_entry(values, f"{section}.{name}", hide_literal_secrets(name, entries[name]))
         return PostTrainConfig.model_validate(values)
@@ -422,13 +421,9 @@ def with_sft_loss(values: Any) -> Any:
 
 
 def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> None:
-    """Check that every reference to a secret can be resolved.
-
-    Args:
-        config: the config to check.
-        allow_literal: whether secrets may be literal values. Another process could not resolve those.
-    """
-    for section, name in secret_fields():
+    """Check that every reference to a secret can be resolved and, unless `allow_literal`, that no secret is a literal
+    value, which another process could not resolve."""
+    for section, name in SECRETS:
         value = option_value(config, section, name)
         if not allow_literal and contains_hidden_secret(value):
             raise OptionError(
@@ -438,23 +433,16 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
         resolve_secrets(value)
 
 
-def secret_fields() -> list[tuple[str, str]]:
-    """Return (section, name) of every option that may contain a secret."""
-    return [(section, name) for section, name, field in list_options() if field_meta(field).secret]
-
-
 def recipe_names() -> list[str]:
     """Return the names of the bundled recipes, which `--config` accepts instead of a path."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
-def find_config_file(name: str) -> str:
-    """Return the path of a bundled recipe if `name` is its name and no file has this name, else `name`, a path."""
-    return str(RECIPES / f"{name}.toml") if name in recipe_names() and not Path(name).is_file() else name
-
-
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return section -> option -> value of a TOML file. Raises OptionError if it is not a config file."""
+    """Return section -> option -> value of a TOML file, or of the bundled recipe `path` if no file has this name.
+    Raises OptionError if it is not a config file."""
+    if str(path) in recipe_names() and not Path(path).is_file():
+        path = RECIPES / f"{path}.toml"
     text = read_config_text(path)
     try:
         values = tomllib.loads(text)
@@ -466,39 +454,34 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
             f"config file {path} is empty: write [section] and below it option = value, or leave out --config"
         )
     for name, entries in values.items():
-        check_known_section(path, name, entries)
+        if name not in PostTrainConfig.model_fields:
+            owner = next((section for section, option, _ in list_options() if option == name.replace("-", "_")), None)
+            found = f"config file {path}: {name} is outside its section: write it below [{owner}]"
+            unknown = f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}"
+            raise OptionError(found if owner else unknown)
+        if not isinstance(entries, dict):
+            kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
+            raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
     return values
 
 
 def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML") -> str:
     """Return the text of the file that `flag` names, in the format `kind`. Raises OptionError if it cannot be read."""
+    needed = f"give {flag} a {kind} file"
     try:
         return read_file(path, MAX_CONFIG_BYTES).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
         recipes = f" or the name of a bundled recipe ({', '.join(recipe_names())})" if flag == "--config" else ""
-        raise OptionError(f"config file {path} does not exist: give {flag} a {kind} file{recipes}") from None
+        problem = f"{path} does not exist: {needed}{recipes}"
     except UnicodeDecodeError as error:
-        raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give {flag} a {kind} file") from None
+        problem = f"{path} is not UTF-8 (byte {error.start}): {needed}"
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OptionError(
-            f"config file {short_repr(str(path))} cannot be read ({reason}): give {flag} a {kind} file"
-        ) from None
+        problem = f"{short_repr(str(path))} cannot be read ({reason}): {needed}"
+    raise OptionError(f"config file {problem}")
 
 
-def check_known_section(path: str | Path, name: str, entries: Any) -> None:
-    """Check that a top-level entry of a config file is a known section. Raises OptionError."""
-    if name in PostTrainConfig.model_fields:
-        if not isinstance(entries, dict):
-            kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
-            raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
-        return
-    owner = next((section for section, option_name, _ in list_options() if option_name == name.replace("-", "_")), None)
-    if owner is not None:
-        raise OptionError(f"config file {path}: {name} is outside its section: write it below [{owner}]")
-    raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}")
-
-
+NOT_A_TABLE = "[{section}] is {value}: write [{section}] and below it option = value"
 _KNOWN = ", ".join(f"[{section}]" for section in PostTrainConfig.model_fields)
 
 
@@ -514,6 +497,15 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
     if mutability == "identity":
         options["train.megatron.recompute_modules"] = config.train.megatron.rounding_modules
     return options
+
+
+def changed_flag(before: PostTrainConfig, now: PostTrainConfig, *mutabilities: Mutability) -> str | None:
+    """Return the flag of the first option of these mutability classes that differs between two configs, or None."""
+    for mutability in mutabilities:
+        old, new = (options_by_mutability(config, mutability) for config in (before, now))
+        if changed := [name for name in new if new[name] != old[name]]:
+            return flag_of_field(changed[0].rpartition(".")[2])
+    return None
 
 
 def config_hash(config: PostTrainConfig) -> str:
@@ -538,7 +530,7 @@ def describe_error(error: ValidationError) -> str:
     if depth == len(where) and (not where or first["type"] == "value_error"):
         return message  # a check across options: its message has their flags
     if depth == len(where):
-        return _not_a_table(section, value)
+        return NOT_A_TABLE.format(section=section, value=short_repr(value))
     if first["type"] == "extra_forbidden":
         return describe_unknown_option(where)
     name, flag = where[depth], flag_of_field(where[depth])
@@ -546,17 +538,12 @@ def describe_error(error: ValidationError) -> str:
         given = ", ".join(map(flag_of_field, value)) if isinstance(value, dict) else ""
         but_has = f", but has only {given}" if given else ""
         return f"[{section}] needs {flag}{but_has}: add {flag}, or omit {given or 'the section'}"
-    shown = "" if (section, name) in secret_fields() else f" {short_repr(value)}"
+    shown = "" if (section, name) in SECRETS else f" {short_repr(value)}"
     return f"{flag}{shown}: {message[0].lower()}{message[1:]}"
-
-
-def _not_a_table(section: str, value: Any) -> str:
-    return f"[{section}] is {short_repr(value)}: write [{section}] and below it option = value"
 
 
 def describe_unknown_option(where: list[str]) -> str:
     """Return the message about the unknown option at the path `where`, with the nearest known option."""
-
     section, name = ".".join(where[:-1]), where[-1]
     if not section:
         return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {_KNOWN}"

@@ -14,7 +14,7 @@ from prefect.states import Completed
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from penstock.engines.cluster import Cluster
-from penstock.flows.config import Plan, PostTrainConfig, validate_config
+from penstock.flows.config import Plan, PostTrainConfig, check_rules, validate_config
 from penstock.flows.options.argv import format_bytes
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.conversion import (
@@ -111,7 +111,7 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     for_hf = next((flag for flag, value in hf_only.items() if value is not None), None)
     export_only = {"--origin-hf-dir": options.origin_hf_dir, "--export-vocab-size": vocab_size}
     for_export = next((flag for flag, value in export_only.items() if value is not None), None)
-    for wrong, message in (
+    rules = (
         (
             names and options.convert_save is None,
             "--megatron-names needs --save (models in the store have fixed parameter names): add --save, or leave out "
@@ -135,9 +135,8 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
             exports and options.convert_save is None,
             "--load needs --save: give the directory for the Hugging Face files",
         ),
-    ):
-        if wrong:
-            raise OptionError(message)
+    )
+    check_rules(rules)
     if options.megatron_iteration and not isinstance(find_checkpoint(config), Commit):
         raise OptionError(
             "--megatron-iteration needs --load RUN, because a Megatron directory has its own iteration: leave it out"

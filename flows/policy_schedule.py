@@ -209,17 +209,9 @@ class PolicyTurns:
                 schedule.num_sending -= 1
 
     def wait_for_turn(self, rollout_id: int | None) -> int | None:
-        """Wait until a rollout may start, or until an evaluation is requested before that.
-
-        Args:
-            rollout_id: number of the rollout; None after the last rollout: wait for requests only, until `close`.
-
-        Returns:
-            the policy version to evaluate, or None if the rollout may start.
-
-        Raises:
-            Preempted: `close` was called.
-        """
+        """Wait until rollout `rollout_id` may start, or until an evaluation is requested before that; with None, after
+        the last rollout, only for requests. Return the policy version to evaluate, or None if the rollout may start.
+        Raises Preempted after `close`."""
         with self._changed:
             schedule = self.schedule
             self._wait(lambda: schedule.requested is not None or schedule.version_for(rollout_id) is not None)
@@ -247,15 +239,9 @@ class PolicyTurns:
 
     @contextmanager
     def using(self, pool: EngineUse, version: int | None) -> Iterator[int | None]:
-        """Wait until a pool of engines may be used at a version (None: as a stream); the block uses it.
-
-        Yields:
-            the version if the caller opens the pool and must load it into the engines; None if they have it.
-
-        Raises:
-            RuntimeError: a stream uses the pool at another version, to which it will not return.
-        """
-
+        """Wait until a pool of engines may be used at a version (None: as a stream); the block uses it. Yields the
+        version if the caller opens the pool and must load it into the engines; None if they have it. Raises
+        RuntimeError if a stream uses the pool at another version, to which it will not return."""
         with self._changed:
             self._changed.wait_for(lambda: self.schedule.may_use(pool, version) != "wait")
             may = self.schedule.may_use(pool, version)

@@ -102,13 +102,18 @@ def print_decisions(store: Store, model: str) -> None:
 
 def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, force: bool = False) -> Decision:
     """Decide whether the policy `reference`, RUN/VERSION, becomes the champion of `model`, and record the decision.
-    With `force` it becomes the champion even if a condition of the gate does not hold.
-
-    Promoting the champion again changes nothing and returns the decision that promoted it.
-    """
+    With `force` it becomes the champion even if a condition of the gate does not hold. Promoting the champion again
+    changes nothing and returns the decision that promoted it. Raises RunError if the policy has no checkpoint."""
     decisions = read_decisions(store, model)
     title, evaluations = find_evaluations_of_version(store, reference)
-    candidate = find_policy(store, title)
+    run, _, version = title.rpartition("/")
+    keys, number = RunKeys(run), int(version)
+    checkpoint, export = keys.checkpoint_prefix(number), keys.export_prefix(number)
+    if number == 0 or store.committed(checkpoint) is None:
+        versions = ", ".join(map(str, store.committed_indices(f"{keys.prefix}/checkpoints"))) or "none"
+        raise RunError(f"{title} has no checkpoint (run {run!r} has: {versions}): promote one of these versions")
+    exported = commit_key(export) if store.committed(export) else ""
+    candidate = Policy(run=run, version=number, checkpoint=commit_key(checkpoint), export=exported)
     current = decisions[-1].champion if decisions else None
     if current == candidate:
         return next(d for d in reversed(decisions) if d.action == "promoted" and d.candidate == candidate)
@@ -141,20 +146,3 @@ def roll_back(store: Store, model: str) -> Decision:
     decision = Decision(action="rolled back", champion=stack[-2])
     record_decision(store, model, len(decisions), decision)
     return decision
-
-
-def find_policy(store: Store, reference: str) -> Policy:
-    """Return the policy RUN/VERSION. Raises RunError if it has no checkpoint."""
-
-    run, _, version = reference.rpartition("/")
-    keys, number = RunKeys(run), int(version)
-    if number == 0 or store.committed(keys.checkpoint_prefix(number)) is None:
-        versions = ", ".join(map(str, store.committed_indices(f"{keys.prefix}/checkpoints"))) or "none"
-        raise RunError(f"{reference} has no checkpoint (run {run!r} has: {versions}): promote one of these versions")
-    export = keys.export_prefix(number)
-    return Policy(
-        run=run,
-        version=number,
-        checkpoint=commit_key(keys.checkpoint_prefix(number)),
-        export=commit_key(export) if store.committed(export) else "",
-    )

@@ -22,9 +22,9 @@ from prefect.states import Completed
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.families.shape import ModelShape
-from penstock.flows.config import PostTrainConfig, options_by_mutability, training_options, validate_config
+from penstock.flows.config import PostTrainConfig, changed_flag, training_options, validate_config
 from penstock.flows.gpu_plan import check_layout
-from penstock.flows.options.argv import flag_of_field, parse_integer, parse_run_argument, split_args
+from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import merge_values, parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
@@ -139,7 +139,16 @@ def check_replay(
 ) -> tuple[PostTrainConfig, int, int]:
     """Check that a run can be replayed from policy version `first` to `last` (None: the last trained version). Return
     the config of the replay, the version of the checkpoint to start at, and the last version."""
-    config = _replay_config(run, where, placement)
+    recorded = read_flow_and_config(where, run)[1]
+    values = recorded.model_dump(mode="json")
+    merge_values(values, {"train": placement})
+    for name in ("ray_address", "network_interface", "num_gpus_per_node", "node_timeout"):
+        values["run"][name] = getattr(where, name)
+    config = validate_config(values)
+    if flag := changed_flag(recorded, config, "identity"):
+        raise OptionError(
+            f"{flag} changes the result, but a replay uses the recorded options: leave it out, or fork the run"
+        )
     config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
@@ -154,23 +163,6 @@ def check_replay(
     _, shape = read_initial_weights(store, keys)
     check_layout(shape, config.train)
     return config, begin, last
-
-
-def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
-    """Return the run's recorded config with the placement and the Ray address of the replay."""
-    recorded = read_flow_and_config(where, run)[1]
-    values = recorded.model_dump(mode="json")
-    merge_values(values, {"train": placement})
-    for name in ("ray_address", "network_interface", "num_gpus_per_node", "node_timeout"):
-        values["run"][name] = getattr(where, name)
-    config = validate_config(values)
-    before, now = (options_by_mutability(each, "identity") for each in (recorded, config))
-    if changed := [option for option in now if now[option] != before[option]]:
-        raise OptionError(
-            f"{flag_of_field(changed[0].rpartition('.')[2])} changes the result, but a replay uses the recorded "
-            "options: leave it out, or fork the run"
-        )
-    return config
 
 
 def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, begin: int, last: int) -> None:

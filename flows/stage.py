@@ -7,6 +7,7 @@ So `retry_while_disk_full` retries a stage until there is space.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 import time
@@ -42,12 +43,10 @@ Needs = Callable[..., Iterable[Sequence[str]]]
 def stage(name: str, *, needs: Needs | None = None, after_save: bool = False) -> Callable[[Callable[..., Any]], Stage]:
     """Return a decorator that turns a function, whose first argument is the session, into a stage.
 
-    Args:
-        name: name of the task run, a format string over the function's arguments.
-        needs: function of the same arguments that returns one list of task-run names for each result that this stage
-            uses. On the Prefect page an arrow leads here from the first name in each list that this flow run has
-            started.
-        after_save: if a checkpoint is being saved in another thread, wait for its commit before this stage starts.
+    `name` of the task run is a format string over the function's arguments. `needs`, a function of the same arguments,
+    returns one list of task-run names for each result that this stage uses: on the Prefect page an arrow leads here
+    from the first name in each list that this flow run has started. With `after_save` the stage waits for the commit of
+    a checkpoint that is being saved in another thread.
     """
     return functools.partial(Stage, name, needs=needs, after_save=after_save)
 
@@ -165,13 +164,5 @@ def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> St
     if not is_full:
         return None
     # The path is unknown: take the directory with the least free space.
-    return store_full_error(min((*directories, tempfile.gettempdir()), key=_free_bytes))
-
-
-def _free_bytes(directory: str) -> int:
-    """Return the free bytes of a directory's disk; 2^62, so that `min` ignores it, if the directory does not exist."""
-
-    try:
-        return shutil.disk_usage(directory).free
-    except OSError:
-        return 1 << 62
+    existing = filter(os.path.isdir, (*directories, tempfile.gettempdir()))
+    return store_full_error(min(existing, key=lambda directory: shutil.disk_usage(directory).free))

@@ -20,7 +20,6 @@ from penstock.flows.config import (
     SWITCHES,
     PostTrainConfig,
     create_section,
-    find_config_file,
     list_options,
     read_config_text,
     read_toml,
@@ -82,7 +81,7 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
         if name == "--config" and not any(args):
             raise OptionError("--config needs a value: the path of a TOML file or the name of a bundled recipe")
     for path in [path for name, args in occurrences if name == "--config" for path in args]:
-        merge_values(values, read_toml(find_config_file(path)))
+        merge_values(values, read_toml(path))
     options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":

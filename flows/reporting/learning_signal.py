@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.reporting.observer import Observer
+from penstock.flows.runtime.debug_runs import LOGPROB_GAP
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from penstock.flows.runtime.runs import ActiveRun
 
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
-LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
 MAX_LOGPROB_GAP = 0.03  # above it --use-tis is suggested; bf16 engines and trainers differ by about 0.01
 MAX_MORE_TRUNCATED = 0.2  # truncated ratio minus that of round 0, above which a warning follows
 _TINY = 1e-8  # smaller gradient norms are rounding errors
@@ -64,7 +64,7 @@ def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group
         if norm is None:  # the round does not exist, or it trained only the critic
             return None
         rollout = store.committed(keys.rollout_prefix(index))
-        if norm > _TINY and not (group_relative and rollout and _every_group_has_equal_rewards(rollout.summary)):
+        if norm > _TINY and not (group_relative and rollout and _rewards_of_equal_groups(rollout.summary)):
             return None
     rollout = store.committed(keys.rollout_prefix(rollout_id))
     reason = explain_zero_gradient(rollout.summary if rollout else {})
@@ -75,14 +75,9 @@ def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bo
     """Return a warning if this is the first round of the run in which the log-probs of engine and trainer differ too
     much: by more than MAX_LOGPROB_GAP or, with `fp8` engines, at all. Otherwise return None."""
     limit = 0.0 if fp8 else MAX_LOGPROB_GAP
-
-    def exceeds(index: int) -> float | None:
-        step = store.committed(keys.step_prefix(index))
-        gap = step.summary.get(LOGPROB_GAP, 0.0) if step else 0.0
-        return gap if gap > limit else None
-
-    gap = exceeds(rollout_id)
-    if gap is None or any(exceeds(index) for index in range(rollout_id - 1, -1, -1)):
+    gap = _metric(store, keys.step_prefix(rollout_id), LOGPROB_GAP)
+    earlier = (_metric(store, keys.step_prefix(index), LOGPROB_GAP) for index in reversed(range(rollout_id)))
+    if not (gap > limit) or any(value > limit for value in earlier):  # no warning either if it is NaN
         return None
     cause = "engines with fp8 weights" if fp8 else f"more than {MAX_LOGPROB_GAP}"
     return (
@@ -94,29 +89,28 @@ def logprob_gap_warning(store: Store, keys: RunKeys, rollout_id: int, *, fp8: bo
 def truncation_warning(store: Store, keys: RunKeys, rollout_id: int) -> str | None:
     """Return a warning if this is the first round of the run in which MAX_MORE_TRUNCATED more of the responses are
     truncated than in round 0. Otherwise return None."""
-
-    def ratio(index: int) -> float:
-        rollout = store.committed(keys.rollout_prefix(index))
-        return rollout.summary.get("rollout/truncated_ratio", 0.0) if rollout else 0.0
-
-    limit = ratio(0) + MAX_MORE_TRUNCATED
-    if ratio(rollout_id) <= limit or any(ratio(index) > limit for index in range(rollout_id)):
+    name = "rollout/truncated_ratio"
+    first, ratio = (_metric(store, keys.rollout_prefix(index), name) for index in (0, rollout_id))
+    earlier = (_metric(store, keys.rollout_prefix(index), name) for index in range(rollout_id))
+    limit = first + MAX_MORE_TRUNCATED
+    if ratio <= limit or any(value > limit for value in earlier):
         return None
     return (
-        f"{ratio(rollout_id):.0%} of the responses are truncated, in round 0 {ratio(0):.0%} were: if they are right so "
-        "far, raise --rollout-max-response-len; else see whether the reward pays for text after the answer"
+        f"{ratio:.0%} of the responses are truncated, in round 0 {first:.0%} were: if they are right so far, raise "
+        "--rollout-max-response-len; else see whether the reward pays for text after the answer"
     )
 
 
-def _equal_groups(summary: Mapping[str, float]) -> dict[str, int]:
-    """Return reward -> number of groups in which all samples have that reward."""
-    return {name.removeprefix(_ZERO_STD): int(count) for name, count in summary.items() if name.startswith(_ZERO_STD)}
+def _metric(store: Store, prefix: str, name: str) -> float:
+    """Return a metric of the commit at `prefix`; 0 if the commit or the metric does not exist."""
+    commit = store.committed(prefix)
+    return commit.summary.get(name, 0.0) if commit else 0.0
 
 
-def _every_group_has_equal_rewards(summary: Mapping[str, float]) -> bool:
-    """Return whether within every group all samples have the same reward."""
-    num_groups = summary.get("rollout/num_groups", 0)
-    return num_groups > 0 and sum(_equal_groups(summary).values()) >= num_groups
+def _rewards_of_equal_groups(summary: Mapping[str, float]) -> dict[str, int]:
+    """Return reward -> number of groups in which all samples have that reward, if all groups are such; else {}."""
+    groups = {name.removeprefix(_ZERO_STD): int(count) for name, count in summary.items() if name.startswith(_ZERO_STD)}
+    return groups if 0 < summary.get("rollout/num_groups", 0) <= sum(groups.values()) else {}
 
 
 def explain_zero_gradient(summary: Mapping[str, float]) -> str:
@@ -130,10 +124,10 @@ def explain_zero_gradient(summary: Mapping[str, float]) -> str:
     if summary.get("rollout/response_len/max") == 0:
         masked = "removed by a hook or filter, generated by earlier policies, or with step_loss_mask 0"
         return f"all {num_samples} samples are masked ({masked}), so no token is trained"
-    if _every_group_has_equal_rewards(summary):
+    if equal := _rewards_of_equal_groups(summary):
         if num_samples == num_groups:
             return "every group has one sample, but advantages compare samples of a group: raise --n-samples-per-prompt"
-        most_frequent = sorted(_equal_groups(summary).items(), key=lambda entry: -entry[1])
+        most_frequent = sorted(equal.items(), key=lambda entry: -entry[1])
         if len(most_frequent) > 1:
             parts = ", ".join(f"{count} all {reward}" for reward, count in most_frequent[:4])
             return f"in each of the {num_groups} groups all rewards are equal ({parts}){truncated}; {advice}"

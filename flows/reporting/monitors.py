@@ -9,18 +9,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
+from typing import Self
 
 import psutil
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from penstock.engines.local_gpus import visible_gpu_usage
 from penstock.engines.scratch import STACK_SIGNAL, own_temp_directory, stack_directory
-from penstock.flows.reporting.observer import Observer
+from penstock.flows.reporting.observer import Observer, ThreadObserver
 from penstock.storage.commit import Commit
 from penstock.storage.tracking.tracker import Committed, metric_points
 
@@ -30,18 +30,16 @@ ANSWER_SECONDS = 2.0  # how long a process may take to print its stacks
 HANDLED = "SigCgt:"  # line of /proc/PID/status: bit mask of the signals that the process handles
 
 
-class HangDetector(Observer):
-    """Detects that no stage has made progress for `timeout` seconds (0: never). It then prints the Python stacks of the
-    run's processes with `warn`, and writes them to a file in `directory`. Nothing is killed."""
+class HangDetector(ThreadObserver):
+    """Detects that no stage has made progress for `timeout` seconds. It then prints the Python stacks of the run's
+    processes with `warn`, and writes them to a file in `directory`. Nothing is killed."""
 
     def __init__(self, timeout: float, warn: Callable[[str], object], directory: Path) -> None:
+        super().__init__("hang-detector", ANSWER_SECONDS)
         self.timeout = timeout
         self.warn = warn
         self.directory = directory
         self._moved_at = time.monotonic()
-        self._reported_at: float | None = None  # the value of _moved_at when a hang was reported, to report it once
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hang-detector", daemon=True)
 
     def on_progress(self) -> None:
         self._moved_at = time.monotonic()
@@ -49,43 +47,28 @@ class HangDetector(Observer):
     def on_stage(self, name: str, rollout_id: int | None) -> None:
         self.on_progress()
 
-    def __enter__(self) -> HangDetector:
+    def __enter__(self) -> Self:
         self.on_progress()
-        if self.timeout:
-            self._thread.start()
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        if self.timeout:
-            self._thread.join(ANSWER_SECONDS)
-
-    def _watch(self) -> None:
-        wait = self.timeout
-        while not self._stop.wait(wait):
+    def run_thread(self) -> None:
+        wait, reported_at = self.timeout, None  # reported_at: the value of _moved_at at the last report
+        while not self.ended.wait(wait):
             moved_at = self._moved_at
             left = moved_at + self.timeout - time.monotonic()
-            if left <= 0 and moved_at != self._reported_at:
-                self._reported_at = moved_at
-                self._report()
             wait = left if left > 0 else min(self.timeout, 10.0)
-
-    def _report(self) -> None:
-        """Print the stacks of all processes and write them to a file. A failure to do so is only printed."""
-        try:
-            stacks = stacks_of_run()
-            path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(stacks)
-            self.warn(
-                f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its "
-                f"processes are also in {path}:\n{stacks}"
-            )
-        except (OSError, psutil.Error) as error:  # for instance a full disk, or a process of another user
-            self.warn(
-                f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its "
-                f"processes cannot be shown ({error})"
-            )
+            if left > 0 or moved_at == reported_at:
+                continue
+            reported_at = moved_at
+            begin = f"no stage has made progress for {self.timeout:g} s; the run continues. The Python stacks of its"
+            try:
+                stacks = stacks_of_run()
+                path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(stacks)
+                self.warn(f"{begin} processes are also in {path}:\n{stacks}")
+            except (OSError, psutil.Error) as error:  # for instance a full disk, or a process of another user
+                self.warn(f"{begin} processes cannot be shown ({error})")
 
 
 def stacks_of_run() -> str:
@@ -153,9 +136,9 @@ def sample_system() -> dict[str, float]:
     return metrics
 
 
-class SystemMetrics(Observer):
-    """Calls `sample` every SAMPLE_SECONDS in a thread, and passes the mean of every INTERVAL_SAMPLES samples to `log`.
-    If that fails, it prints a message with `note` and ends; the run continues."""
+class SystemMetrics(ThreadObserver):
+    """Calls `sample` every SAMPLE_SECONDS, and passes the mean of every INTERVAL_SAMPLES samples to `log`. If that
+    fails, it prints a message with `note` and ends; the run continues."""
 
     def __init__(
         self,
@@ -163,28 +146,19 @@ class SystemMetrics(Observer):
         note: Callable[[str], object],
         sample: Callable[[], dict[str, float]],
     ) -> None:
+        super().__init__("system-metrics", SAMPLE_SECONDS)
         self.log = log
         self.note = note
         self.sample = sample
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
 
-    def __enter__(self) -> SystemMetrics:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join(SAMPLE_SECONDS)
-
-    def _run(self) -> None:
+    def run_thread(self) -> None:
         try:
             self.sample()  # discarded: it has no CPU utilization, which is measured since the previous call
             ended = False
             while not ended:
                 samples: list[dict[str, float]] = []
                 while len(samples) < INTERVAL_SAMPLES and not ended:
-                    ended = self._stop.wait(SAMPLE_SECONDS)
+                    ended = self.ended.wait(SAMPLE_SECONDS)
                     samples.append(self.sample())
                 names = dict.fromkeys(name for sample in samples for name in sample)
                 self.log({name: round(fmean(s[name] for s in samples if name in s), 2) for name in names})
@@ -206,46 +180,36 @@ class PrometheusEndpoint(Observer):
         self.run = run
         self.port = port
         self.note = note
-        self._values: dict[str, float] = {}
-        self._stage = ""
+        self._registry = CollectorRegistry()
+        self._stage = Gauge("penstock_stage", "stage that was started last", ["run", "stage"], registry=self._registry)
+        self._gauges: dict[str, Gauge] = {}
         self._lock = threading.Lock()
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Replace the values of these metrics."""
+        """Replace the values of these metrics. A metric that is not a number is not served."""
         with self._lock:
-            self._values |= {re.sub(r"[^a-zA-Z0-9_]", "_", name): float(value) for name, value in metrics.items()}
-
-    def update_from_record(self, record: Committed) -> None:
-        """Replace the values of a commit's metrics, under the names that trackers use. The commit of a training step
-        also sets the metrics `round` and `policy_version`."""
-        self.update({point.name: point.value for point in metric_points(record)})
-        if record.commit.kind == "step":
-            self.update({"round": record.commit.index, "policy_version": record.commit.policy_version})
+            for metric, value in metrics.items():
+                name = "penstock_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+                if name not in self._gauges:
+                    description = "docs/metrics.md describes it"
+                    self._gauges[name] = Gauge(name, description, ["run"], registry=self._registry)
+                self._gauges[name].clear()
+                if not math.isnan(value):
+                    self._gauges[name].labels(self.run).set(value)
 
     def on_stage(self, name: str, rollout_id: int | None) -> None:
-        self._stage = name
+        self._stage.clear()
+        self._stage.labels(self.run, name).set(1)
 
     def on_commit(self, key: str, commit: Commit, is_new: bool) -> None:
-        self.update_from_record(Committed(key, commit.created_at, commit))
+        """Replace the values of a commit's metrics, under the names that trackers use. The commit of a training step
+        also sets the metrics `round` and `policy_version`."""
+        self.update({point.name: point.value for point in metric_points(Committed(key, commit.created_at, commit))})
+        if commit.kind == "step":
+            self.update({"round": commit.index, "policy_version": commit.policy_version})
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics; prometheus_client calls this method at each request."""
-        with self._lock:
-            values, stage = dict(self._values), self._stage
-        for name, value in values.items():
-            if not math.isnan(value):
-                family = GaugeMetricFamily(f"penstock_{name}", "docs/metrics.md describes it", labels=["run"])
-                family.add_metric([self.run], value)
-                yield family
-        if stage:
-            family = GaugeMetricFamily("penstock_stage", "stage that was started last", labels=["run", "stage"])
-            family.add_metric([self.run, stage], 1.0)
-            yield family
-
-    def __enter__(self) -> PrometheusEndpoint:
-        registry = CollectorRegistry()
-        registry.register(self)
-        self._server, self._thread = start_http_server(self.port, addr=LOOPBACK, registry=registry)
+    def __enter__(self) -> Self:
+        self._server, self._thread = start_http_server(self.port, addr=LOOPBACK, registry=self._registry)
         self.port = self._server.server_port
         self.note(f"metrics for Prometheus: http://{LOOPBACK}:{self.port}/metrics")
         return self

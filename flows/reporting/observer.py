@@ -4,11 +4,14 @@ entered when the flow of the run starts, and exited when the flow ends."""
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
 from penstock.engines.training import MemorySwitch
+from penstock.flows.runtime.signals import patience_after
 from penstock.storage.commit import Commit
 
 
@@ -43,6 +46,29 @@ class Observer:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         return None
+
+
+class ThreadObserver(Observer):
+    """Base class of observers with a thread of their own, which executes `run_thread` until `ended` is set at the end
+    of the flow. The end waits for the thread, at most `patience` seconds."""
+
+    def __init__(self, name: str, patience: float) -> None:
+        self.ended = threading.Event()
+        context = contextvars.copy_context()  # contains the address of Prefect's API
+        self.thread = threading.Thread(target=context.run, args=(self.run_thread,), name=name, daemon=True)
+        self._patience = patience
+
+    def run_thread(self) -> None:
+        """Work until `ended` is set."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self.ended.set()
+        self.thread.join(patience_after(kind) or self._patience)
 
 
 class Observers(ExitStack):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from prefect import get_run_logger
 
 from penstock.engines import scratch
@@ -35,14 +37,15 @@ def add_observers(
         get_run_logger().warning(text)
 
     observers.add(StatusWriter(run, display, processes))
-    observers.add(HangDetector(run.config.run.hang_timeout, display.warn, logs))
+    if timeout := run.config.run.hang_timeout:
+        observers.add(HangDetector(timeout, display.warn, logs))
     observers.add(PrefectPage(run, display, tracking, report))
     observers.add(results)
     observers.add(report)
     if (port := run.config.run.prometheus_port) is not None:
         endpoint = PrometheusEndpoint(run.keys.run, port, display.note)
         for record in read_committed(run.store, run.keys):
-            endpoint.update_from_record(record)
+            endpoint.on_commit(record.key, record.commit, is_new=False)
         tracking.on_metrics = endpoint.update
         observers.add(endpoint)
     observers.add(LearningSignal(run, warn))
@@ -87,7 +90,7 @@ class Results(Observer):
     def log_system_metrics(self, metrics: dict[str, float]) -> None:
         """Send metrics of the driver's node to the trackers. Their step is the number of seconds since the run was
         created, which also increases from one start of the run to the next."""
-        seconds = int(self.run.age)
+        seconds = int(time.monotonic() - self.run.created)
         self.tracking.enqueue_metrics(f"system-{self.run.start}-{seconds}", metrics, step=seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:

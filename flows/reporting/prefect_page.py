@@ -9,7 +9,6 @@ start of the run does (`crash_runs_of_killed_drivers`).
 from __future__ import annotations
 
 import base64
-import contextvars
 import logging
 import re
 import threading
@@ -37,7 +36,7 @@ from prefect.states import Crashed, StateType
 
 from penstock.flows.config import validate_config
 from penstock.flows.inspect.report import make_report
-from penstock.flows.reporting.observer import Observer
+from penstock.flows.reporting.observer import Observer, ThreadObserver
 from penstock.flows.runtime.child_process import http_answers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
@@ -113,26 +112,19 @@ REPORT_TIMEOUT = 3.0  # seconds to wait for the last task states of this process
 _ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED, StateType.CANCELLING]
 
 
-def is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Return whether to print a log record of Prefect: all but the line at the end of a successful task."""
-    return record.levelno > logging.INFO or record.funcName != "log_finished_message"
-
-
-class PrefectPage(Observer):
+class PrefectPage(ThreadObserver):
     """Names and tags the flow run on the Prefect server, and keeps an artifact about the run there, which a thread
     rewrites after commits. Flow runs of the same run write to the same artifact key. A failure is printed and does not
     fail the run."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking, report: FinalReport) -> None:
+        super().__init__("prefect-page", REPORT_TIMEOUT)
         self.run = run
         self.display = display
         self.tracking = tracking
         self.report = report
         self._commits: dict[str, Commit] = {}
         self._changed = threading.Event()
-        self._ends = threading.Event()
-        context = contextvars.copy_context()  # contains the address of Prefect's API
-        self._thread = threading.Thread(target=context.run, args=(self._rewrite,), name="prefect-page", daemon=True)
         self._flow_run = UUID(flow_run.id)  # the thread has no flow-run context
         self._name = run.keys.run  # of the flow run, without the result
         self._id: UUID | None = None  # id of the artifact; None before it is created
@@ -152,7 +144,10 @@ class PrefectPage(Observer):
             tags.append(f"async:{config.run.async_mode}")
         if config.train.loss_type == "policy_loss":
             tags.append(f"algorithm:{config.train.advantage_estimator}")
-        logging.getLogger("prefect.task_runs").addFilter(is_worth_a_line)
+        # all log records but the line at the end of a successful task
+        logging.getLogger("prefect.task_runs").addFilter(
+            lambda record: record.levelno > logging.INFO or record.funcName != "log_finished_message"
+        )
         committed = read_committed(run.store, run.keys)
         self.display.add_earlier([record.commit for record in committed])
         self._commits = {record.key: record.commit.model_copy(update={"state": {}}) for record in committed}
@@ -171,21 +166,19 @@ class PrefectPage(Observer):
                 "flow runs may still be shown as running"
             )
         self._publish(f"{self._retry}running")
-        self._thread.start()
-        return self
+        return super().__enter__()
 
-    def _rewrite(self) -> None:
+    def run_thread(self) -> None:
         """Rewrite the artifact after commits, until the flow ends."""
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
-            while not self._ends.wait(REWRITE_SECONDS):
+            while not self.ended.wait(REWRITE_SECONDS):
                 if self._changed.is_set() and http_answers(f"{PREFECT_API_URL.value()}/health"):
                     self._changed.clear()
                     progress = describe_progress(list(self._commits.values()), self.run.started_at)
                     self._publish(f"{self._retry}running: {progress}")
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        self._ends.set()
-        self._thread.join(REPORT_TIMEOUT)  # otherwise its last rewrite might replace the results
+        super().__exit__(kind)  # first, because the thread's last rewrite might replace the results
         if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
             self._publish(self._retry + describe_progress(list(self._commits.values()), self.run.started_at))
 

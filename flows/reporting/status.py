@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 import time
 from collections import deque
-from typing import Self, get_args
+from typing import get_args
 
-from penstock.engines.serving.replica import Replica
 from penstock.engines.training import MemorySwitch
-from penstock.flows.reporting.observer import Observer
+from penstock.flows.reporting.observer import ThreadObserver
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import ActiveRun
-from penstock.flows.runtime.signals import patience_after
 from penstock.storage.disk import map_in_threads
 from penstock.storage.history.run_status import (
     STATUS_SECONDS,
@@ -37,10 +34,11 @@ ANSWER_SECONDS, NUM_REQUESTS = 1.0, 16  # of an engine that is asked for its que
 GROUPS: dict[str, Group] = {"rollout": "engines", "evaluation": "evaluation"}  # pool -> group of lanes
 
 
-class StatusWriter(Observer):
-    """Overwrites status.json every STATUS_SECONDS from a thread. A failure is printed once, and the run continues."""
+class StatusWriter(ThreadObserver):
+    """Overwrites status.json every STATUS_SECONDS. A failure is printed once, and the run continues."""
 
     def __init__(self, run: ActiveRun, display: Display, processes: Processes) -> None:
+        super().__init__("status", LAST_WRITE_SECONDS)
         self.run = run
         self.display = display
         self.processes = processes
@@ -49,8 +47,6 @@ class StatusWriter(Observer):
         self._series: deque[dict[str, float]] = deque(maxlen=SERIES_SAMPLES)
         self._queue: dict[str, float] = {}
         self._failed = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._write_until_end, name="status", daemon=True)
 
     def on_publish(
         self, version: int, urls: list[str], metrics: dict[str, float], switches: list[MemorySwitch]
@@ -71,14 +67,6 @@ class StatusWriter(Observer):
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self._queue = metrics
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        self._stop.set()
-        self._thread.join(patience_after(kind) or LAST_WRITE_SECONDS)
 
     def status(self) -> RunStatus:
         """Return the record of this moment."""
@@ -155,20 +143,19 @@ class StatusWriter(Observer):
         """Return how many requests run and wait in each engine that answers."""
         replicas = [each for pool in list(self.processes.pools.values()) for each in pool.replicas if each.known_url]
 
-        def ask(replica: Replica) -> tuple[int, int] | None:
-            return replica.client.num_requests(replica.known_url or "", ANSWER_SECONDS)
-
-        counts = zip(replicas, map_in_threads(ask, replicas, NUM_REQUESTS), strict=True)
+        counts = map_in_threads(
+            lambda replica: replica.client.num_requests(replica.known_url or "", ANSWER_SECONDS), replicas, NUM_REQUESTS
+        )
         return {
             f"requests/{name}/{replica.label}": float(number)
-            for replica, numbers in counts
+            for replica, numbers in zip(replicas, counts, strict=True)
             if numbers is not None
             for name, number in zip(("running", "waiting"), numbers, strict=True)
         }
 
-    def _write_until_end(self) -> None:
+    def run_thread(self) -> None:
         wait = FIRST_WRITE_SECONDS
-        while not self._stop.wait(wait):
+        while not self.ended.wait(wait):
             self._write()
             wait = STATUS_SECONDS
         self._write()

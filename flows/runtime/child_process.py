@@ -138,13 +138,8 @@ def http_answers(address: str) -> bool:
 
 
 def choose_port(name: str, requested: int | None, default: int) -> int:
-    """Reserve a port while this process lives, and return it: the requested one, else the default, else any free port.
-
-    Args:
-        name: service in the flag --NAME-port, for the error message.
-        requested: 0 requests any free port, None the default one or, if that is taken, any free port.
-        default: the service's default port.
-    """
+    """Reserve a port while this process lives, and return it: the requested one; with None the default one or, if that
+    is taken, any free port; with 0 any free port. `name` is the service in the flag --NAME-port."""
     if requested:
         if not (reserve_ports([requested]) or (is_reserved_here(requested) and is_free(requested))):
             raise OptionError(

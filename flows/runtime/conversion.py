@@ -92,15 +92,23 @@ def existing_export(store: Store, checkpoint: Commit | str, config: ConvertConfi
     """Return the result of an earlier `run_export`; None if there is none."""
     from penstock.stages.convert import to_hf, to_torch_dist
 
-    assert config.convert_save, "an export has no default directory"
-    origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
-    args = (store, checkpoint, origin, config.convert_save)
+    args = _export_arguments(store, checkpoint, config)
     if config.megatron_names:
-        iteration = iteration_of_export(checkpoint, config)
-        target, identity = to_torch_dist.export_target(*args, config.megatron_names, iteration)
+        target, identity = to_torch_dist.export_target(
+            *args, config.megatron_names, _iteration_of_export(checkpoint, config)
+        )
         return target.find_published(identity)
     work = to_hf.prepare_export(*args)
     return work if isinstance(work, CheckpointRef) else None
+
+
+def _export_arguments(
+    store: Store, checkpoint: Commit | str, config: ConvertConfig
+) -> tuple[Store, Commit | str, Origin, str]:
+    """Return the arguments that all functions of an export begin with."""
+    assert config.convert_save, "an export has no default directory"
+    origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
+    return store, checkpoint, origin, config.convert_save
 
 
 def copy_own_export(store: Store, checkpoint: Commit | str, config: ConvertConfig) -> CheckpointRef | None:
@@ -108,18 +116,18 @@ def copy_own_export(store: Store, checkpoint: Commit | str, config: ConvertConfi
     if there is no such export."""
     if not isinstance(checkpoint, Commit) or config.megatron_names:
         return None
-    assert config.convert_save, "an export has no default directory"
     run, version = checkpoint.run or "", checkpoint.policy_version
     export = store.committed(RunKeys(run).export_prefix(version))
-    identity = export_identity(checkpoint, replace(export_origin(config), vocab_size=config.export_vocab_size))
+    _, _, origin, path = _export_arguments(store, checkpoint, config)
+    identity = export_identity(checkpoint, origin)
     if export is None or export.state.get("identity") != identity:
         return None
     size = format_bytes(sum(file.bytes for file in export.files))
     line = f"copying the export of {run}, policy version {version}: {len(export.files)} files, {size}"
-    return copy_export(store, export, config.convert_save, identity, lambda: print(line, flush=True))
+    return copy_export(store, export, path, identity, lambda: print(line, flush=True))
 
 
-def iteration_of_export(checkpoint: Commit | str, config: ConvertConfig) -> int | None:
+def _iteration_of_export(checkpoint: Commit | str, config: ConvertConfig) -> int | None:
     """Return the training iteration that a Megatron directory names (--megatron-iteration), or None."""
     return checkpoint.policy_version if config.megatron_iteration and isinstance(checkpoint, Commit) else None
 
@@ -157,12 +165,10 @@ def run_export(
     """Export a checkpoint to `convert_save`, as Hugging Face files or, with `megatron_names`, as torch_dist."""
     from penstock.stages.convert import to_hf, to_torch_dist
 
-    assert config.convert_save, "an export has no default directory"
-    origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
+    args = _export_arguments(store, checkpoint, config)
     with _collect_progress(report, config.convert_ranks) as reports:
-        args = (store, checkpoint, origin, config.convert_save)
         if config.megatron_names:
-            names = (config.megatron_names, reports[0], iteration_of_export(checkpoint, config))
+            names = (config.megatron_names, reports[0], _iteration_of_export(checkpoint, config))
             return cluster.run(to_torch_dist.export_megatron, *args, *names, timeout=config.convert_timeout)
         if config.convert_ranks == 1:
             return cluster.run(to_hf.export_to, *args, reports[0], timeout=config.convert_timeout)

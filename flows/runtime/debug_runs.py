@@ -32,16 +32,27 @@ GRAD_NORM_TOLERANCE = 0.01  # absolute or relative
 def check_gates(config: PostTrainConfig, commit: Commit) -> None:
     """Check the gates on the optimizer steps of a committed round, and raise GateFailed if one does not hold; with
     --ci-save-grad-norm write their gradient norms."""
-    rollout_id = commit.index
+    debug, rollout_id = config.debug, commit.index
     steps: list[Mapping[str, Any]] = commit.state.get("steps", [])
     for step_id, step in enumerate(steps):
         where = f"round {rollout_id}, step {step_id}"
-        if config.debug.ci_test:
+        if debug.ci_test:
             for problem in violations(config, step, rollout_id, step_id):
                 raise GateFailed(f"--ci-test failed in {where}: {problem}")
         for role, metric in GRAD_NORMS.items():
-            if metric in step:
-                check_grad_norm(config, float(step[metric]), where, role=role, rollout_id=rollout_id, step_id=step_id)
+            if metric not in step:
+                continue
+            norm, values = float(step[metric]), {"role": role, "rollout_id": rollout_id, "step_id": step_id}
+            if debug.ci_save_grad_norm:
+                save_torch_file(fill_template(debug.ci_save_grad_norm, **values), norm)
+            if debug.ci_load_grad_norm:
+                path = fill_template(debug.ci_load_grad_norm, **values)
+                expected = float(load_torch_file(path))
+                if not math.isclose(norm, expected, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
+                    raise GateFailed(
+                        f"--ci-load-grad-norm failed in {where}: the gradient norm of the {role} is {norm:g}, but "
+                        f"{path} has {expected:g}, and they may differ by at most {GRAD_NORM_TOLERANCE}"
+                    )
 
 
 def violations(config: PostTrainConfig, step: Mapping[str, Any], rollout_id: int, step_id: int) -> Iterator[str]:
@@ -64,21 +75,6 @@ def violations(config: PostTrainConfig, step: Mapping[str, Any], rollout_id: int
             yield (
                 f"{metric} is {float(step[metric]):g}, but must be 0 (below {MAX_KL:g}) in this step; "
                 "--ci-disable-kl-checker turns this check off"
-            )
-
-
-def check_grad_norm(config: PostTrainConfig, norm: float, where: str, **values: object) -> None:
-    """Write a gradient norm with --ci-save-grad-norm, or compare it with the one in the file of --ci-load-grad-norm."""
-    debug = config.debug
-    if debug.ci_save_grad_norm:
-        save_torch_file(fill_template(debug.ci_save_grad_norm, **values), norm)
-    if debug.ci_load_grad_norm:
-        path = fill_template(debug.ci_load_grad_norm, **values)
-        expected = float(load_torch_file(path))
-        if not math.isclose(norm, expected, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
-            raise GateFailed(
-                f"--ci-load-grad-norm failed in {where}: the gradient norm of the {values['role']} is {norm:g}, but "
-                f"{path} has {expected:g}, and they may differ by at most {GRAD_NORM_TOLERANCE}"
             )
 
 

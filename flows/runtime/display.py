@@ -7,6 +7,7 @@ turned off in flows/runtime/environment.py.
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.flows.options.argv import penstock_command
-from penstock.flows.runtime import environment
+from penstock.flows.runtime.environment import CONSOLE_LEVEL, QUIET
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, WaitReminder, can_redraw
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
@@ -88,7 +89,8 @@ class Display:
             "prefect": pages.get("prefect", ""),
         }
         self._print_rows({title: str(value) for title, value in header.items() if value})
-        if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():
+        prefect_level = os.environ.get(CONSOLE_LEVEL, "INFO")  # with --verbose Prefect prints log lines, too
+        if not self._json and can_redraw(self.console) and prefect_level == QUIET[CONSOLE_LEVEL]:
             self._region = LiveRegion(self.console, self.panel.render)
             self._region.start()
         else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 
-_CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
+CONSOLE_LEVEL = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
 
 QUIET = {
-    _CONSOLE_LEVEL: "CRITICAL",  # log lines are on the Prefect page
+    CONSOLE_LEVEL: "CRITICAL",  # log lines are on the Prefect page
     "PREFECT_LOGGING_COLORS": "false",  # with --verbose, Prefect's own console prints no control codes
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
@@ -28,8 +28,3 @@ def set_default_variables(*, verbose: bool = False) -> None:
     for name, value in QUIET.items():
         if not (verbose and "LOGGING" in name):
             os.environ.setdefault(name, value)
-
-
-def shows_prefect_logs() -> bool:
-    """Return whether Prefect prints log lines to the terminal (--verbose, or its own variable)."""
-    return os.environ.get(_CONSOLE_LEVEL, "INFO") != QUIET[_CONSOLE_LEVEL]

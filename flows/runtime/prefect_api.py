@@ -80,10 +80,8 @@ def ensure_prefect_api() -> str:
 
 
 def flow_run_environment() -> dict[str, str]:
-    """Return the environment variables of flow runs that a worker starts.
-
-    In other processes `ensure_prefect_api` and the command line make these settings.
-    """
+    """Return the environment variables of flow runs that a worker starts. In other processes `ensure_prefect_api` and
+    the command line make these settings."""
     libraries = {name: value for name, value in QUIET.items() if not name.startswith("PREFECT_")}
     return {
         **libraries,
@@ -151,11 +149,8 @@ def check_login(address: str) -> None:
 
 
 def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: float | None = None) -> bool:
-    """Wait until the Prefect API answers, at most `patience_seconds`. Return whether it answers.
-
-    Call it before anything that needs the API (an artifact, the end of a flow run), so that a run ends as soon as the
-    API is back.
-    """
+    """Wait until the Prefect API answers, at most `patience_seconds`. Return whether it answers. Call it before
+    anything that needs the API (an artifact, the end of a flow run), so that a run ends as soon as the API is back."""
     address = PREFECT_API_URL.value()
     if not address:
         return True  # Prefect starts its own server
@@ -241,10 +236,8 @@ def wait_ready_with_restarts(server: Service) -> None:
 
 
 def start_with_restart_thread(server: Service) -> None:
-    """Start the server in a thread that also restarts it after a crash, and wait until it answers.
-
-    The kernel ends a child process with the thread that started it, so the thread lives as long as this process.
-    """
+    """Start the server in a thread that also restarts it after a crash, and wait until it answers. The thread lives as
+    long as this process, because the kernel ends a child process with the thread that started it."""
     errors: list[Exception] = []
     ready = threading.Event()
 

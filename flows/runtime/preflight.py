@@ -12,19 +12,20 @@ import os
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from penstock.engines.backends import check_capabilities, engine_backend, engine_flag
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
-from penstock.engines.lora import WEIGHTS, LoraOptions, check_adapters, check_peft_directory
+from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
 from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
-from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
-from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
+from penstock.flows.config import Flow, Plan, PostTrainConfig, check_rules, check_secrets, derive
+from penstock.flows.debug_options import check_committed_rollouts, debug_rules, gpu_flow
 from penstock.flows.gpu_plan import (
     check_engine_gpus,
     check_gpu_count,
@@ -44,7 +45,7 @@ from penstock.flows.runtime.engine_options import engine_options, teacher_option
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.convert.targets import config_directory, open_parent_store, read_record
-from penstock.stages.eval.config import EvalConfig, is_eval_metric
+from penstock.stages.eval.config import is_eval_metric
 from penstock.stages.plugins import load_checked_function
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rewards.outcome import Outcome
@@ -59,7 +60,6 @@ from penstock.stages.rollout.plugins.rollout_function import check_rollout_funct
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
 from penstock.stages.rollout.prompts.prompt_files import read_column_names
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
-from penstock.stages.train.config import TrainConfig
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
 from penstock.storage.config import entries_of
@@ -120,11 +120,7 @@ def preflight(config: Plan, *, own_lease: str | None = None) -> None:
 
 
 def check_engine_hardware(config: Plan, options: EngineOptions) -> None:
-    """Check that the machine has the GPUs that the engines of a plan need, if they run on it.
-
-    Raises:
-        InputError: the machine does not have these GPUs.
-    """
+    """Check that the machine has the GPUs that the engines of a plan need, if they run on it. Raises InputError."""
     on_this_machine = config.run.ray_address is None and not options.external
     capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
     if capabilities is not None:
@@ -132,41 +128,6 @@ def check_engine_hardware(config: Plan, options: EngineOptions) -> None:
         check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
     if config.flow.has_rollouts and not config.run.debug_rollout_only:
         engine_backend(options.engine).check_weight_updates(options, capabilities)
-
-
-def check_promotion_options(evals: EvalConfig) -> None:
-    """Check that the data sets of --promote-to are evaluated. Raises OptionError."""
-    names = [name for name, _ in evals.data_sets]
-    if evals.promote_to is None:
-        if evals.promote_data_set or evals.promote_guards or evals.promote_min_reward is not None:
-            raise OptionError(
-                "--promote-data-set, --promote-guards and --promote-min-reward need --promote-to "
-                "MODEL: add it, or omit these options"
-            )
-        return
-    model_prefix(evals.promote_to)  # raises RunError if the name is invalid
-    needed = [*([evals.promote_data_set] if evals.promote_data_set else []), *evals.promote_guards]
-    missing = [name for name in needed if name not in names]
-    if not names or missing:
-        raise OptionError(
-            f"--promote-to needs evaluations on {', '.join(missing) or 'at least one data set'}; the run evaluates on "
-            f"{', '.join(names) or 'none'}: add them with --eval-prompt-data NAME PATH"
-        )
-
-
-def check_keep_best(config: PostTrainConfig) -> None:
-    """Check that --keep-best is a metric of a data set. Raises OptionError."""
-    best, names = config.run.keep_best, [name for name, _ in config.eval.data_sets]
-    rollout = config.rollout
-    adds_metrics = bool(
-        rollout.custom_eval_rollout_log_function_path or rollout.eval_function_path or rollout.rollout_function_path
-    )
-    if best is not None and not any(is_eval_metric(best, name, any_suffix=adds_metrics) for name in names):
-        metrics = " or ".join(f"eval/{name}" for name in names) or "--eval-prompt-data and eval/NAME"
-        raise OptionError(
-            f"--keep-best {best} is not an evaluation metric of this run: give {metrics}, or another metric of these "
-            "data sets (docs/metrics.md)"
-        )
 
 
 def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
@@ -206,62 +167,124 @@ def check_run_record(config: Plan, own_lease: str | None) -> None:
 def check_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
     check_secrets(config)
-    run, rollout, train, evals = config.run, config.rollout, config.train, config.eval
-    num_rounds_missing = flow.trains and not (run.num_rollout or run.num_rollout_per_start or run.num_epoch)
-    only_evaluates = evals.data_sets and "num_rollout" in run.model_fields_set
-    for wrong, message in (
-        (flow.has_run and not run.run, "--run is missing: name the run; the same name resumes it"),
-        (
-            not config.convert.hf_checkpoint,
-            "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
-        ),
-        (
-            num_rounds_missing and flow.has_demonstrations,
-            "--num-rollout is missing: give the number of rounds to train",
-        ),
-        (
-            num_rounds_missing and not only_evaluates,
-            "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)",
-        ),
-        (
-            flow.trains and flow.has_demonstrations != (train.loss_type == "sft_loss"),
-            f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
-            "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type",
-        ),
-        (
-            run.check_weight_update_equal and config.speculates,
-            f"--check-weight-update-equal cannot be combined with {engine_backend(rollout.engine).speculation_flag}, "
-            "because it overwrites the draft layers too, which weight updates do not replace: omit "
-            "--check-weight-update-equal",
-        ),
-        (
-            flow is Flow.EVALUATE and not evals.data_sets,
-            "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config",
-        ),
-    ):
-        if wrong:
-            raise OptionError(message)
-    check_loop_options(flow, config)
-    check_promotion_options(config.eval)
-    check_keep_best(config)
-    check_debug_options(flow, config)
+    run, rollout, evals = config.run, config.rollout, config.eval
+    check_rules(chain(run_rules(flow, config), evaluation_rules(config), debug_rules(flow, config)))
+    if evals.promote_to is not None:
+        model_prefix(evals.promote_to)  # raises RunError if the name is invalid
     check_trackers(run)
-    check_weight_directory(config)
+    external, uses_disk = rollout.rollout_external_engine_addrs, run.update_weight_transport in (None, "disk")
+    remote = [address for address in external if not is_on_this_machine(address)]
+    in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
+    no_directory = in_object_store and run.update_weight_disk_dir is None
+    if remote and no_directory and (uses_disk or run.check_weight_update_equal):
+        raise EngineError(
+            f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
+            "store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer and "
+            "the engines see under the same path, or --update-weight-transport nccl"
+        )
     if flow.trains:
         check_save_hf(config)
-    if flow.has_rollouts:
-        check_group_size(config)
     check_addresses(config)
-    train.megatron.check()
+    config.train.megatron.check()
     if flow.generates and not run.debug_train_only:
         for options in (engine_options(config), flow.has_rollouts and teacher_options(config)):
             if options:
                 check_capabilities(options)
-    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.engine_options) - {"api_key"})):
+    if external and (started := sorted(set(rollout.engine_options) - {"api_key"})):
         raise EngineError(
             f"{engine_flag(rollout.engine, started[0])} is an option for starting engines, but the engines of "
             "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
         )
+
+
+def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each rule about what a flow needs, and what has no effect in it."""
+    run, rollout, train = config.run, config.rollout, config.train
+    yield flow.has_run and not run.run, "--run is missing: name the run; the same name resumes it"
+    yield (
+        not config.convert.hf_checkpoint,
+        "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
+    )
+    has_rounds = run.num_rollout or run.num_rollout_per_start or run.num_epoch
+    only_evaluates = config.eval.data_sets and "num_rollout" in run.model_fields_set and not flow.has_demonstrations
+    hint = "" if flow.has_demonstrations else " (0 with --eval-prompt-data only evaluates)"
+    yield (
+        flow.trains and not has_rounds and not only_evaluates,
+        f"--num-rollout is missing: give the number of rounds to train{hint}",
+    )
+    yield (
+        flow.trains and flow.has_demonstrations != (train.loss_type == "sft_loss"),
+        f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
+        "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type",
+    )
+    yield (
+        run.check_weight_update_equal and config.speculates,
+        f"--check-weight-update-equal cannot be combined with {engine_backend(rollout.engine).speculation_flag}, "
+        "because it overwrites the draft layers too, which weight updates do not replace: omit "
+        "--check-weight-update-equal",
+    )
+    for flag, is_given in (
+        ("--check-weight-update-equal", run.check_weight_update_equal),
+        ("--async-buffer-size", run.async_buffer_size),
+        ("--async-mode streaming", run.streams),
+        ("--eval-mode apart", config.eval.eval_mode == "apart"),
+    ):
+        yield (
+            is_given and flow.has_run and not flow.has_rollouts,
+            f"{flag} has no effect in the flow `{flow}`, which does not send weights from a trainer to engines: omit "
+            "it",
+        )
+    transport, directory = run.update_weight_transport, run.update_weight_disk_dir
+    yield (
+        directory is not None and not Path(directory).is_dir(),
+        f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage",
+    )
+    yield (
+        directory is not None and transport not in (None, "disk") and not run.check_weight_update_equal,
+        f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit it, or give "
+        "--update-weight-transport disk",
+    )
+    compares = train.compares_samples and train.custom_advantage_function_path is None
+    normalizes = not (train.disable_rewards_normalization or rollout.sets_train_rewards)
+    adds_samples = rollout.custom_generate_function_path or rollout.data_source_path  # user code may add samples
+    yield (
+        flow.has_rollouts and compares and normalizes and rollout.n_samples_per_prompt == 1 and not adds_samples,
+        f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is "
+        "relative to the other samples of the prompt, so every gradient would be zero; give 2 or more, or "
+        "--disable-rewards-normalization",
+    )
+    yield (
+        flow is Flow.EVALUATE and not config.eval.data_sets,
+        "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config",
+    )
+
+
+def evaluation_rules(config: PostTrainConfig) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for the options that name metrics or data sets of evaluations."""
+    evals, rollout, best = config.eval, config.rollout, config.run.keep_best
+    names = [name for name, _ in evals.data_sets]
+    yield (
+        evals.promote_to is None
+        and (evals.promote_data_set or evals.promote_guards or evals.promote_min_reward is not None),
+        "--promote-data-set, --promote-guards and --promote-min-reward need --promote-to MODEL: add it, or omit these "
+        "options",
+    )
+    needed = [*([evals.promote_data_set] if evals.promote_data_set else []), *evals.promote_guards]
+    missing = [name for name in needed if name not in names]
+    yield (
+        evals.promote_to is not None and (not names or missing),
+        f"--promote-to needs evaluations on {', '.join(missing) or 'at least one data set'}; the run evaluates on "
+        f"{', '.join(names) or 'none'}: add them with --eval-prompt-data NAME PATH",
+    )
+    adds_metrics = bool(
+        rollout.custom_eval_rollout_log_function_path or rollout.eval_function_path or rollout.rollout_function_path
+    )
+    metrics = " or ".join(f"eval/{name}" for name in names) or "--eval-prompt-data and eval/NAME"
+    yield (
+        best is not None and not any(is_eval_metric(best, name, any_suffix=adds_metrics) for name in names),
+        f"--keep-best {best} is not an evaluation metric of this run: give {metrics}, or another metric of these "
+        "data sets (docs/metrics.md)",
+    )
 
 
 def check_save_hf(config: PostTrainConfig) -> None:
@@ -281,63 +304,6 @@ def check_save_hf(config: PostTrainConfig) -> None:
             )
 
 
-def check_loop_options(flow: Flow, config: PostTrainConfig) -> None:
-    """Check that a flow that does not generate rollouts is not given options for them."""
-    run = config.run
-    if flow.has_rollouts or not flow.has_run:
-        return
-    given = {
-        "--check-weight-update-equal": run.check_weight_update_equal,
-        "--async-buffer-size": run.async_buffer_size,
-        "--async-mode streaming": run.streams,
-        "--eval-mode apart": config.eval.eval_mode == "apart",
-    }
-    for flag in (flag for flag, value in given.items() if value):
-        raise OptionError(
-            f"{flag} has no effect in the flow `{flow}`, which does not send weights from a trainer to engines: omit it"
-        )
-
-
-def check_weight_directory(config: PostTrainConfig) -> None:
-    """Check that engines can read the directory of weight updates over disk."""
-    run, external = config.run, config.rollout.rollout_external_engine_addrs
-    transport, directory = run.update_weight_transport, run.update_weight_disk_dir
-    uses_disk = transport in (None, "disk") or run.check_weight_update_equal
-    if directory is not None and not Path(directory).is_dir():
-        raise OptionError(f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage")
-    if directory is not None and not uses_disk:
-        raise OptionError(
-            f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit it, or give "
-            "--update-weight-transport disk"
-        )
-    remote = [address for address in external if not is_on_this_machine(address)]
-    in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
-    if remote and in_object_store and directory is None and uses_disk:
-        raise EngineError(
-            f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
-            "store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer and "
-            "the engines see under the same path, or --update-weight-transport nccl"
-        )
-
-
-def check_group_size(config: PostTrainConfig) -> None:
-    """Check that there is more than one sample per prompt if advantages are group-relative."""
-    rollout, train = config.rollout, config.train
-    compares = (
-        train.compares_samples
-        and train.custom_advantage_function_path is None
-        and not train.disable_rewards_normalization
-        and not rollout.sets_train_rewards
-    )
-    adds_samples = rollout.custom_generate_function_path or rollout.data_source_path  # user code may add samples
-    if compares and rollout.n_samples_per_prompt == 1 and not adds_samples:
-        raise OptionError(
-            f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is "
-            "relative to the other samples of the prompt, so every gradient would be zero; give 2 or more, or "
-            "--disable-rewards-normalization"
-        )
-
-
 def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
     """Check the number of GPUs per engine and, on a machine with GPUs, their number and memory. Raises InputError.
 
@@ -355,17 +321,12 @@ def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
     check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
-def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
-    """Return the engines' context length (prompt and response), in tokens; by default that of the model."""
-    return config.engine_facts.context_length or shape.max_position_embeddings
-
-
 def find_length_error(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> OptionError | None:
     """Return an error if the longest response leaves no room for a prompt in the engines' context length."""
     if not flow.generates:
         return None
     rollout, evals = config.rollout, config.eval
-    limit = _context_length(config, shape)
+    limit = config.engine_facts.context_length or shape.max_position_embeddings
     source = (
         engine_backend(config.rollout.engine).context_flag
         if limit != shape.max_position_embeddings
@@ -417,7 +378,7 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
     for rollout in graded:
         check_reward_options(rollout)
     length_error = find_length_error(flow, config, shape)  # raised last, so that it does not hide an error in the data
-    max_seq_len = None if length_error else _context_length(config, shape)
+    max_seq_len = None if length_error else config.engine_facts.context_length or shape.max_position_embeddings
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=max_seq_len)
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
@@ -509,9 +470,19 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     frozen = frozen_parameters(shape, *lists, train.freeze_vision)
     check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
     if train.lora is not None:
-        check_lora(train, train.lora, shape)
+        check_adapters(
+            shape,
+            train.lora,
+            tensor=train.tensor_model_parallel_size,
+            pipeline=train.pipeline_model_parallel_size,
+            expert_tensor=train.expert_tensor_parallel_size,
+            grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
+        )
+        if train.lora.lora_load is not None:
+            adapter = Path(train.lora.lora_load)
+            check_peft_directory(adapter, shape, train.lora)
+            check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
     check_teacher(config)
-    check_teacher_names(config)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:
@@ -520,25 +491,17 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         experts_format(shape, "--use-rollout-routing-replay")
 
 
-def check_lora(train: TrainConfig, lora: LoraOptions, shape: ModelShape) -> None:
-    """Check that a model can have the adapters of a config, and that --lora-load has them."""
-    check_adapters(
-        shape,
-        lora,
-        tensor=train.tensor_model_parallel_size,
-        pipeline=train.pipeline_model_parallel_size,
-        expert_tensor=train.expert_tensor_parallel_size,
-        grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
-    )
-    if lora.lora_load is not None:
-        adapter = Path(lora.lora_load)
-        check_peft_directory(adapter, shape, lora)
-        check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
-
-
 def check_teacher(config: PostTrainConfig) -> None:
-    """Check that the run can start the engine of --opd-teacher-load: its model is complete and supported, can be
-    sharded, and has the tokens of the policy."""
+    """Check that the first rows of each entry of --prompt-data name only teachers that the run has, and that the run
+    can start the engine of --opd-teacher-load: its model is complete and supported, can be sharded, and has the tokens
+    of the policy."""
+    names = set(config.rollout.opd_teacher_urls or (config.train.teacher_names if config.train.opd else ()))
+    for row in read_first_rows(config.rollout) if config.rollout.opd_teacher_key else ():
+        if row.metadata[TEACHER] not in names:
+            raise DataError(
+                f"{row.where} names the teacher {row.metadata[TEACHER]!r} (--opd-teacher-key), but the run has "
+                f"{', '.join(sorted(names))}: correct the row, --opd-teacher-loads or --opd-teacher-urls"
+            )
     options = teacher_options(config)
     if options is None:
         return
@@ -567,17 +530,6 @@ def check_teacher(config: PostTrainConfig) -> None:
     )
     check_vocabulary(tokenizer, teacher.vocab_size, path)
     check_same_tokens(policy, tokenizer, path)
-
-
-def check_teacher_names(config: PostTrainConfig) -> None:
-    """Check that the first rows of each entry of --prompt-data name only teachers that the run has."""
-    names = set(config.rollout.opd_teacher_urls or (config.train.teacher_names if config.train.opd else ()))
-    for row in read_first_rows(config.rollout) if config.rollout.opd_teacher_key else ():
-        if row.metadata[TEACHER] not in names:
-            raise DataError(
-                f"{row.where} names the teacher {row.metadata[TEACHER]!r} (--opd-teacher-key), but the run has "
-                f"{', '.join(sorted(names))}: correct the row, --opd-teacher-loads or --opd-teacher-urls"
-            )
 
 
 def fp8_warning(config: PostTrainConfig) -> Iterator[str]:

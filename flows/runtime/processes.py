@@ -37,6 +37,7 @@ from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef
 from penstock.storage.failpoints import failpoint
 
+NAMESPACE = "penstock-"  # begins the Ray namespace of the actors of a run
 _early_ray: ContextVar[ClusterStart | None] = ContextVar("early_ray", default=None)  # inside `ray_starting`
 
 
@@ -46,7 +47,7 @@ def ray_starting(config: PostTrainConfig) -> Iterator[None]:
     if config.run.ray_address is not None:
         yield
         return
-    start = ClusterStart(namespace_of_run(config.run.run), run_placement(config))
+    start = ClusterStart(NAMESPACE + config.run.run, run_placement(config))
     token = _early_ray.set(start)
     try:
         yield
@@ -56,18 +57,9 @@ def ray_starting(config: PostTrainConfig) -> Iterator[None]:
             cluster.stop()
 
 
-def namespace_of_run(run: str) -> str:
-    """Return the Ray namespace of a run's actors."""
-    return f"penstock-{run}"
-
-
 class EngineSetup:
-    """The options of a run's engines, their router, and the clients that send requests to them.
-
-    Args:
-        run: the run.
-        has_trainer: whether the flow run has a trainer, which sends weights to the engines.
-    """
+    """The options of a run's engines, their router, and the clients that send requests to them. `has_trainer`: whether
+    the flow run has a trainer, which sends weights to the engines."""
 
     def __init__(self, run: ActiveRun, *, has_trainer: bool) -> None:
         self.run = run
@@ -165,7 +157,7 @@ class Processes:
             if self._cluster is None:
                 self._cluster = Cluster.start(
                     self.run.config.run.ray_address,
-                    namespace=namespace_of_run(self.run.keys.run),
+                    namespace=NAMESPACE + self.run.keys.run,
                     options=run_placement(self.run.config),
                 )
             return self._cluster

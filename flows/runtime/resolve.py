@@ -22,7 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.flows.config import Flow, Plan, PostTrainConfig, derive
+from penstock.flows.config import Flow, Plan, PostTrainConfig, derive, with_options
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
@@ -46,24 +46,29 @@ class _Existing(NamedTuple):
 
 
 def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bool = True) -> Plan:
-    """Return the plan of a flow: the config with a final value for every option.
-
-    Args:
-        flow: name of the flow.
-        config: the options as given, or those of a run's record with changes.
-        store: the store of the run.
-        counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch is not resolved.
-    """
+    """Return the plan of a flow: the config (as given, or that of a run's record with changes) with a final value for
+    every option. `store` is the store of the run. `counts_rows`: whether the rows of --prompt-data are on this machine;
+    otherwise --num-epoch is not resolved."""
     config = with_absolute_paths(with_function_names(config))
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
     flow = Flow(flow)
-    existing = read_existing(store, config.run.run) if flow.has_run and config.run.run else None
+    existing, keys = None, RunKeys(config.run.run)
+    record = read_run_record(store, keys) if flow.has_run and keys.run and not is_removed(store, keys) else None
+    if record is not None:
+        recorded_config, recorded_given = latest_config(store, keys, record)
+        has_changes = bool(store.list(f"{keys.prefix}/changes"))
+        existing = _Existing(record, recorded_given, recorded_config, has_changes)
     if flow is Flow.EVALUATE and config.convert.load:
         raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
-    if existing and existing.record.flow == flow and _continues(existing, config):
-        before = existing
-        config = _with_recorded_decisions(config, existing)
+    if existing and existing.record.flow == flow:
+        # The run continues if the identity options are those of its record, either as given or as resolved.
+        then = derive(with_options(config, "run", {"num_rollout": existing.config.run.num_rollout}))
+        for recorded, now in ((existing.given, config), (existing.config, then)):
+            if differing_option(recorded, now, existing.record.directory) is None:
+                before = existing
+    if before:
+        config = _with_recorded_decisions(config, before)
     config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
     notes: tuple[str, ...] = ()
     if load and not config.convert.load and not names_own_run(config, load):
@@ -71,30 +76,14 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     elif load and config.convert.load and config.train.ref_load and not config.train.uses_reference:
         notes = ("--ref-load has no effect: the run starts from --load, and no KL to a reference is computed",)
     if flow.trains and config.run.num_epoch is not None:
-        config = _with_num_rollout(config, rounds_of_epochs(config, before, counts_rows=counts_rows))
+        rounds = rounds_of_epochs(config, before, counts_rows=counts_rows)
+        config = with_options(config, "run", {"num_rollout": rounds})
     config = derive(config)
     if config.run.num_rollout_per_start is not None and config.run.run:
-        config = _with_num_rollout(config, target_rounds(store, existing, config))
+        config = with_options(config, "run", {"num_rollout": target_rounds(store, existing, config)})
     sections = {name: getattr(config, name) for name in PostTrainConfig.model_fields}
     parent = existing.record.parent if existing else None
     return Plan.model_construct(**sections, flow=flow, given=given, parent=parent, notes=notes)
-
-
-def read_existing(store: Store, run: str) -> _Existing | None:
-    """Return the content of the run's record, or None if the run has no record or is being removed."""
-    keys = RunKeys(run)
-    record = None if is_removed(store, keys) else read_run_record(store, keys)
-    if record is None:
-        return None
-    config, given = latest_config(store, keys, record)
-    return _Existing(record, given, config, bool(store.list(f"{keys.prefix}/changes")))
-
-
-def _continues(existing: _Existing, config: PostTrainConfig) -> bool:
-    """Return whether the identity options are those of the run's record, either as given or as resolved."""
-    then = derive(_with_num_rollout(config, existing.config.run.num_rollout))
-    pairs = ((existing.given, config), (existing.config, then))
-    return any(differing_option(before, now, existing.record.directory) is None for before, now in pairs)
 
 
 def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> PostTrainConfig:
@@ -147,10 +136,8 @@ def loaded_checkpoint(config: PostTrainConfig) -> str | None:
     if "://" in load:
         raise OptionError(f"--load {load} is not a local directory: copy the checkpoint to a disk and give its path")
     checkpoint = _checkpoint_of_run(path) or (path.name.isdecimal() and _checkpoint_of_run(path.parent, int(path.name)))
-    if checkpoint:
-        return checkpoint
-    if (path.is_dir() and not any(path.iterdir())) or not path.exists():
-        return None
+    if checkpoint or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return checkpoint or None
     raise OptionError(
         f"--load {load} is not a checkpoint: give a Hugging Face directory, a torch_dist directory of Megatron, or "
         "STORE/RUN, STORE/RUN/VERSION of a run"
@@ -188,19 +175,9 @@ def _checkpoint_of_run(path: Path, version: int | None = None) -> str | None:
 # ---- number of rounds ------------------------------------------------------------------------------------------------
 
 
-def _with_num_rollout(config: PostTrainConfig, num_rollout: int) -> PostTrainConfig:
-    return config.model_copy(update={"run": config.run.model_copy(update={"num_rollout": num_rollout})})
-
-
 def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, counts_rows: bool = True) -> int:
-    """Return the number of rounds of --num-epoch.
-
-    Args:
-        config: a config with --num-epoch.
-        existing: the record of the run, if this start continues it. If its --num-epoch is the same, its number of
-            rounds is returned.
-        counts_rows: whether to count the rows; if not, the number of rounds stays as it is.
-    """
+    """Return the number of rounds of --num-epoch: that of the record `existing` if this start continues the run with
+    the same --num-epoch, else from the number of rows; without `counts_rows` the number of rounds stays as it is."""
     run, rollout = config.run, config.rollout
     assert run.num_epoch is not None, "the run has a number of epochs"
     unfit = {
@@ -232,11 +209,8 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
 
 
 def target_rounds(store: Store, existing: _Existing | None, config: PostTrainConfig) -> int:
-    """Return the total number of trained rounds at which this start of a run with --num-rollout-per-start ends.
-
-    If the previous start did not finish, its target is returned; otherwise the number of trained rounds plus
-    --num-rollout-per-start.
-    """
+    """Return the total number of trained rounds at which this start of a run with --num-rollout-per-start ends: that of
+    the previous start if it did not finish, else the number of trained rounds plus --num-rollout-per-start."""
     per_start, keys = config.run.num_rollout_per_start, RunKeys(config.run.run)
     assert per_start is not None, "only runs with --num-rollout-per-start have targets"
     trained, before = len(store.committed_indices(f"{keys.prefix}/steps")), None

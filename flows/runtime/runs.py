@@ -183,7 +183,18 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
         return
     record = read_run_record(store, keys)
     if record is None:
-        return check_commits_without_record(store, keys, plan)
+        prefixes = committed_prefixes(store, keys)
+        if prefixes and store.read(unfinished_fork_key(keys)) is not None:
+            raise RunError(
+                f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
+            )
+        commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
+        if commits and not _are_made_with(plan, keys, commits):
+            raise RunError(
+                f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it "
+                "from a backup, give exactly the options that the run was started with, or give another --run"
+            )
+        return
     if (problem := describe_difference(record, plan)) is None:
         return
     if record.parent:
@@ -197,6 +208,15 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     else:
         return
     raise RunError(problem + advice)
+
+
+def _are_made_with(plan: Plan, keys: RunKeys, commits: list[Commit]) -> bool:
+    """Return whether all commits of a run without a record were made by this run and with this plan."""
+    shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
+    rollouts = [commit for commit in commits if commit.kind == "rollout"]
+    demonstrated = any(c.policy_version == -1 and DEBUG_DATA not in c.inputs for c in rollouts[:1])
+    same_flow = (plan.flow.trains, plan.flow.has_demonstrations) == (bool(rollouts), demonstrated)
+    return not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(plan)}
 
 
 def describe_difference(record: RunRecord, plan: Plan) -> str | None:
@@ -215,10 +235,8 @@ def describe_difference(record: RunRecord, plan: Plan) -> str | None:
 
 def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: str) -> tuple[str, Any, Any] | None:
     """Return the first identity option of two configs with absolute paths that differs: name, value before, value now.
-
     A project may be moved, so paths also count as equal if they are equal relative to the working directories of the
-    two starts; `directory` is that of the earlier start.
-    """
+    two starts; `directory` is that of the earlier start."""
     old, new = options_by_mutability(before, "identity"), options_by_mutability(now, "identity")
     moved_old = options_by_mutability(with_relative_paths(before, directory), "identity")
     moved_new = options_by_mutability(with_relative_paths(now, str(Path.cwd())), "identity")
@@ -226,28 +244,6 @@ def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: s
         if old[field] != value and moved_old[field] != moved_new[field]:
             return field, old[field], value
     return None
-
-
-def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> None:
-    """Check that a run without a record is new, or that all of its commits were made with this plan."""
-    prefixes = committed_prefixes(store, keys)
-    if not prefixes:
-        return
-    if store.read(unfinished_fork_key(keys)) is not None:
-        raise RunError(
-            f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
-        )
-    commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
-    shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
-    rollouts = [commit for commit in commits if commit.kind == "rollout"]
-    demonstrated = any(c.policy_version == -1 and DEBUG_DATA not in c.inputs for c in rollouts[:1])
-    same_flow = (plan.flow.trains, plan.flow.has_demonstrations) == (bool(rollouts), demonstrated)
-    if not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(plan)}:
-        return  # the commits were made with these options
-    raise RunError(
-        f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it from a "
-        "backup, give exactly the options that the run was started with, or give another --run"
-    )
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -301,10 +297,7 @@ def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostT
 
 def record_schedule(store: Store, keys: RunKeys, record: RunRecord, plan: Plan) -> None:
     """Record the schedule options of this start (number of rounds, save and evaluation intervals, paths) under the next
-    free number in `changes/`, unless they equal the latest recorded ones.
-
-    If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
-    """
+    free number in `changes/`, unless they equal the latest recorded ones. The highest number is in effect."""
     schedule = options_by_mutability(plan, "schedule")
     if schedule == options_by_mutability(latest_config(store, keys, record)[0], "schedule"):
         return
@@ -350,11 +343,8 @@ def config_of_round(record: RunRecord, rollout_id: int) -> PostTrainConfig:
 
 def missing_fork_checkpoint(store: Store, record: RunRecord) -> tuple[int, PostTrainConfig] | None:
     """Return the policy version that a fork must save as a checkpoint before it trains, and the config to replay the
-    rounds up to that version with. Return None if no checkpoint is needed.
-
-    A fork whose training options differ from its parent's needs one: the rounds before the fork point can only be
-    replayed with the parent's options, and the rounds after it use the fork's.
-    """
+    rounds up to that version with: if its training options differ from its parent's, those rounds can only be replayed
+    with the parent's options. Return None if no checkpoint is needed."""
     parent = record.parent
     if parent is None or parent.at == 0:
         return None
@@ -396,6 +386,7 @@ class ActiveRun:
         record: run.json; None before the run is opened.
         provenance: fields of every commit: hash of the config and version of the code.
         start: number of this start, once it is recorded.
+        created: time at which the run was created on the monotonic clock, which is never set back.
     """
 
     def __init__(self, store: Store, keys: RunKeys, flow: Flow, config: Plan, lease_key: str = "") -> None:
@@ -408,12 +399,7 @@ class ActiveRun:
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self.started_at = time.time()
         self.start = 0
-        self._created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
-
-    @property
-    def age(self) -> float:
-        """Return the seconds since the run was created; the value increases even if the clock is set back."""
-        return time.monotonic() - self._created
+        self.created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
 
     def writes_report(self, kind: type[BaseException] | None) -> bool:
         """Return whether a start that ends by an exception of class `kind`, or normally, writes the report."""
@@ -526,14 +512,11 @@ def check_not_driven(store: Store, keys: RunKeys, *, own_lease: str | None = Non
 
 @contextmanager
 def driver_lease(store: Store, keys: RunKeys, wait: Callable[[str], None] | None = None) -> Iterator[Lease]:
-    """Hold the lease that marks this process as the run's driver during the block.
+    """Hold the lease that marks this process as the run's driver during the block. A process looks for others after its
+    own lease is visible, so of two that start together at least one sees the other, and releases its lease.
 
-    A process looks for others after its own lease is visible, so of two that start together at least one sees the
-    other, and releases its lease.
-
-    Args:
-        wait: called with the description of another driver, as long as there is one; it waits a random time. Without
-            it, RunError is raised if another process of this machine drives the run.
+    `wait` is called with the description of another driver, as long as there is one; it waits a random time. Without
+    it, RunError is raised if another process of this machine drives the run.
     """
     while True:
         while wait is not None and (others := describe_live_drivers(store, keys)):

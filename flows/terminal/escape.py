@@ -34,9 +34,6 @@ class StreamProxy:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        raise NotImplementedError
-
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 

@@ -107,11 +107,8 @@ class RoundLines:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of the values as at most `width` block characters, from the lowest value (▁) to the highest (█).
-
-    If there are more values than characters, each character shows the mean of several values. Values that are not
-    finite are left out. If all are equal, they are drawn at half height.
-    """
+    """Return a curve of the finite values as at most `width` block characters, from the lowest value (▁) to the highest
+    (█), each the mean of several values if there are more. If all are equal, they are drawn at half height."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite or width < 1:
         return ""
@@ -189,10 +186,8 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
 
 
 def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:
-    """Return stage -> seconds, in the order of the loop. `publish_seconds` are the durations of weight updates.
-
-    The duration of a commit is the entry of `commit.seconds` with the name of its stage (such as `train`), or, without
-    such an entry, the sum of all entries.
+    """Return stage -> seconds, in the order of the loop. `publish_seconds` are the durations of weight updates. The
+    duration of a commit is its `seconds` under the name of its stage (such as `train`), else the sum of its `seconds`.
     """
     spent: dict[str, float] = {}
     for kind, stage in _STAGES.items():

@@ -249,15 +249,9 @@ _shown: list[tuple[Panel, LiveRegion | WaitReminder]] = []  # the wait of `show_
 
 
 def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
-    """Show what the command is waiting for, until `end_wait` or the next call: on a terminal in one line that
-    `end_wait` erases, otherwise as a printed line, which is repeated with the duration.
-
-    Args:
-        text: what the command is waiting for.
-        run: name of the run.
-        as_json: print the line as JSON (--log-format json).
-        only_on_terminal: print nothing if the output is not a terminal.
-    """
+    """Show what the command is waiting for (`text`), until `end_wait` or the next call: on a terminal in one line that
+    `end_wait` erases, otherwise (unless `only_on_terminal`) as a printed line, as JSON with `as_json`, which is
+    repeated with the duration."""
     console = TerminalConsole(file=sys.stdout, highlight=False)
     redraws = can_redraw(console) and not as_json
 

@@ -19,6 +19,7 @@ STREAMING = "--async-mode streaming"
         ("--async-buffer-size 3 --offload-train", "--async-buffer-size 3 .*--offload-train", "or these options"),
         (f"{STREAMING} --offload-rollout", f"{STREAMING} .*--offload-rollout", "or these options"),
         ("--eval-mode apart --colocate", "--eval-mode apart .*--colocate", "or these options"),
+        ("--eval-mode apart --offload-train", "--eval-mode apart .*--offload-train", "or these options"),
         (
             "--eval-mode apart",
             "--eval-mode apart .*nothing is evaluated",

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from penstock.flows.config import Flow, PostTrainConfig, config_hash, derive, options_by_mutability, validate_config
-from penstock.flows.debug_options import check_debug_options
+from penstock.flows.config import (
+    Flow,
+    PostTrainConfig,
+    check_rules,
+    config_hash,
+    derive,
+    options_by_mutability,
+    validate_config,
+)
+from penstock.flows.debug_options import debug_rules
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.storage.errors import OptionError
@@ -19,7 +27,7 @@ BASE = ["--run", "r", "--hf-checkpoint", "model", "--num-rollout", "20"]
 
 def refusal(*words: str, flow: str = "train") -> str:
     with pytest.raises(OptionError) as caught:
-        check_debug_options(Flow(flow), parse_config([*BASE, *words]))
+        check_rules(debug_rules(Flow(flow), parse_config([*BASE, *words])))
     return str(caught.value)
 
 
@@ -54,7 +62,7 @@ def test_loading_rollouts_starts_no_engines() -> None:
     config = derive(parse_config([*BASE, "--load-debug-rollout-data", "d_{rollout_id}.pt"]))
     assert config.run.debug_train_only
     assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
-    check_debug_options(Flow.TRAIN, config)
+    check_rules(debug_rules(Flow.TRAIN, config))
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,13 @@ def test_missing_directory_is_not_the_full_one(tmp_path: Path) -> None:
     assert full is not None and "missing" not in str(full)
 
 
-def test_full_disk_is_recognised_by_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {"/here": 10, "/there": 20, "/tmp": 30}
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free.get(str(place), 0)))
+def test_full_disk_is_recognised_by_message_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here, there, temporary = (str(tmp_path / name) for name in ("here", "there", "tmp"))
+    free = {here: 10, there: 20, temporary: 30}
+    for directory in free:
+        Path(directory).mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[str(place)]))
     monkeypatch.setattr(stage, "store_full_error", lambda place: StoreFull(str(place)))
-    monkeypatch.setattr(stage.tempfile, "gettempdir", lambda: "/tmp")
-    full = disk_full_error(RuntimeError("PytorchStreamWriter failed: No space left on device"), ["/there", "/here"])
-    assert str(full) == "/here"
+    monkeypatch.setattr(stage.tempfile, "gettempdir", lambda: temporary)
+    full = disk_full_error(RuntimeError("PytorchStreamWriter failed: No space left on device"), [there, here, "/gone"])
+    assert str(full) == here

@@ -24,7 +24,7 @@ from penstock.flows.runtime.preflight import check_eval_engines
 from penstock.flows.runtime.processes import EngineSetup
 from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.errors import EngineError, OptionError
+from penstock.storage.errors import EngineError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
 
@@ -56,19 +56,6 @@ def test_engines_that_only_evaluate_must_leave_some_for_rollouts() -> None:
     check_eval_engines(config, num_engines=3)
     with pytest.raises(EngineError, match=r"leaves no engine for rollouts, because the run has 2"):
         check_eval_engines(config, num_engines=2)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--eval-num-engines", "2"],
-        ["--eval-mode", "apart", "--colocate"],
-        ["--eval-mode", "apart", "--offload-train"],
-    ],
-)
-def test_options_of_evaluation_that_cannot_work_are_refused(words: list[str]) -> None:
-    with pytest.raises(OptionError, match="--eval-"):
-        parse_config(["--run", "r", *words])
 
 
 def test_evaluations_apart_do_not_use_the_router(tmp_path: Path) -> None:

@@ -36,20 +36,13 @@ def test_traceback_of_a_failure_is_in_the_logs_of_the_run(store: str, tmp_path: 
     assert "in failure" in text and "KeyError: 'cause'" in text and text.endswith("ValueError: why\n")
 
 
-def test_traceback_is_in_the_temporary_directory_if_the_store_is_not_local(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("own", [False, True])
+def test_traceback_is_outside_the_directory_that_is_removed_at_exit_if_the_store_is_not_local(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("penstock.engines.scratch._own", None)
-    assert file_in(save_traceback(RunConfig(run="r", store="memory://store"), failure())).parent == tmp_path
-
-
-def test_traceback_outlives_the_temporary_directory_of_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tmp_path / "own"  # removed at exit
-    monkeypatch.setattr("tempfile.tempdir", str(own))
-    monkeypatch.setattr("penstock.engines.scratch._own", (own, None))
+    directory = tmp_path / "own" if own else tmp_path
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    monkeypatch.setattr("penstock.engines.scratch._own", (directory, None) if own else None)
     assert file_in(save_traceback(RunConfig(run="r", store="memory://store"), failure())).parent == tmp_path
 
 

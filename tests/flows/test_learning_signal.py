@@ -8,13 +8,13 @@ import pytest
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.reporting.learning_signal import (
-    LOGPROB_GAP,
     LearningSignal,
     explain_zero_gradient,
     logprob_gap_warning,
     truncation_warning,
     zero_gradient_warning,
 )
+from penstock.flows.runtime.debug_runs import LOGPROB_GAP
 from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store

@@ -12,10 +12,10 @@ from run_records import run_json
 from penstock.flows import tasks
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import plan_fork
-from penstock.flows.config import Plan
+from penstock.flows.config import Plan, check_rules
 from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy
-from penstock.flows.runtime.preflight import check_promotion_options
+from penstock.flows.runtime.preflight import evaluation_rules
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.stages.eval.scores import Gate
@@ -283,4 +283,4 @@ def test_champion_is_resolved_by_every_command_that_plans(
 def test_options_of_the_promotion_are_checked_before_the_start(flags: list[str], message: str) -> None:
     config = parse_config(["--hf-checkpoint", "m", "--run", "r", *flags])
     with pytest.raises(OptionError, match=message):
-        check_promotion_options(config.eval)
+        check_rules(evaluation_rules(config))

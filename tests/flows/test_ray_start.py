@@ -23,7 +23,7 @@ from penstock.engines.local_ray import ClusterLost
 from penstock.engines.placement import PlacementOptions
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import processes
-from penstock.flows.runtime.processes import namespace_of_run, ray_starting
+from penstock.flows.runtime.processes import ray_starting
 from penstock.storage.errors import LayoutError
 
 HANG = 30.0
@@ -131,7 +131,7 @@ def test_a_ray_that_a_run_has_taken_is_left_to_it(started: list[dict[str, Any]])
         taken: Any = start.take()
     assert not taken.ended.is_set()
     [options] = started
-    assert options["namespace"] == namespace_of_run("r") and options["options"].trainer_gpus == 2
+    assert options["namespace"] == "penstock-r" and options["options"].trainer_gpus == 2
     taken.stop()
 
 

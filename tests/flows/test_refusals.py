@@ -10,8 +10,9 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.config import Flow
-from penstock.flows.options.flags import penstock_flags
+from penstock.flows.options.flags import parse_config, penstock_flags
 from penstock.flows.options.refused import OTHER_NAMES, is_listed
+from penstock.flows.runtime import preflight
 from penstock.flows.runtime.preflight import plan_of
 from penstock.storage.errors import OptionError, RewardError
 
@@ -145,9 +146,6 @@ def test_other_quantized_checkpoints_are_refused_for_training(good, change, fp8_
 def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_layout(
     good, fp8_model: Path, bf16_model: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime import preflight
-
     options = good | {"--hf-checkpoint": str(fp8_model)}
     for capabilities, found in (([], "no GPU"), ([(8, 0)], "capability 8.0"), ([(9, 0), (10, 0)], "9.0, 10.0")):
         monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda values=capabilities: values)
@@ -170,9 +168,6 @@ def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_lay
 def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
     good, flag: str, flow: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime import preflight
-
     words = [*(word for pair in good.items() for word in pair), *flag.format(tiny_model).split()]
     words += ["--eval-prompt-data", "sums", good["--prompt-data"]]
     monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: [])
@@ -185,7 +180,6 @@ def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
 
 def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, bf16_model: Path, tmp_path) -> None:
     from penstock.engines.weights.transfer import INITIAL
-    from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.processes import Processes
     from penstock.flows.runtime.publishing import PolicyPublisher
     from penstock.flows.runtime.runs import ActiveRun
@@ -299,7 +293,6 @@ def test_invalid_sampling_and_router_options_are_refused(good, capsys) -> None:
 
 
 def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, capsys) -> None:
-    from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.preflight import preflight
 
     words = [

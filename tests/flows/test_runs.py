@@ -3,20 +3,22 @@
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.start import read_flow_and_resumed_config
-from penstock.flows.config import PostTrainConfig, config_hash, derive, training_options
+from penstock.flows.config import Flow, PostTrainConfig, config_hash, derive, training_options
 from penstock.flows.inspect.run_views import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import (
+    ActiveRun,
     check_run_may_start,
     latest_schedule_options,
     open_run,
@@ -57,6 +59,15 @@ def started(directory: Path, *words: str) -> tuple[Store, PostTrainConfig]:
     store = open_store(first.run)
     start(store, first)
     return store, first
+
+
+def in_threads(function: Callable[[Any], None], arguments: Iterable[Any]) -> None:
+    """Call a function with each of the arguments at the same time."""
+    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_changed_identity_option_is_refused(tmp_path: Path) -> None:
@@ -100,11 +111,7 @@ def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
         barrier.wait()
         start(store, config(tmp_path, "--num-rollout", str(rounds)))
 
-    threads = [threading.Thread(target=join, args=(rounds,)) for rounds in range(10, 16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(join, range(10, 16))
     names = store.list(f"{KEYS.prefix}/changes")
     kept = [change.schedule["run.num_rollout"] for change in read_schedule_changes(store, KEYS)]
     assert names == [f"{number:06d}.json" for number in range(6)] and sorted(kept) == list(range(10, 16))
@@ -335,11 +342,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
             barrier.wait()
             lease.release()
 
-        threads = [threading.Thread(target=join, args=(lr,)) for lr in ("0.25", "0.5")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(join, ("0.25", "0.5"))
         assert len(won) <= 1
         if won:
             assert read_flow_and_config(first.run, "r")[1].train.lr == float(won[0])
@@ -407,3 +410,28 @@ def test_moved_project_resumes(typed) -> None:
     moved = typed("moved")
     start(store, moved)
     assert latest_schedule_options(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
+
+
+# ---- user-defined functions ------------------------------------------------------------------------------------------
+
+
+def test_a_start_knows_which_functions_have_changed_since_the_last_one(tmp_path: Path) -> None:
+    reward, hook = tmp_path / "mine.py", tmp_path / "hook.py"
+    reward.write_text("def grade(args, sample): return 0")
+    hook.write_text("def hook(args, samples): pass")
+    words = ["--run", "r", "--hf-checkpoint", "model", "--custom-rm-path", f"{reward}:grade"]
+
+    def start(*more: str) -> list[str]:
+        run = ActiveRun(Store(str(tmp_path / "store")), KEYS, Flow.TRAIN, parse_config([*words, *more]))
+        run.record_start("")
+        return run.changed_functions()
+
+    assert start() == [] and start() == []
+    reward.write_text("def grade(args, sample): return 1")
+    assert start() == ["custom_rm_path"] and start() == []
+    with_hook = ["--custom-rollout-log-function-path", str(hook)]
+    assert start(*with_hook) == []  # a function that is new has not changed
+    hook.write_text("def hook(args, samples): return 1")
+    assert start(*with_hook) == ["custom_rollout_log_function_path"]
+    reward.unlink()
+    assert start(*with_hook) == []  # preflight refuses the missing file

@@ -26,7 +26,7 @@ from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import TEACHER as SERVED
 from penstock.flows.runtime.engine_options import device_counts, run_placement, teacher_options
-from penstock.flows.runtime.preflight import check_teacher, check_teacher_names
+from penstock.flows.runtime.preflight import check_teacher
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import ServingTeacher, open_teacher
 from penstock.stages.rollout.prompts.data_source import RolloutRound, add_hint
@@ -353,6 +353,6 @@ def test_prompts_that_name_an_unknown_teacher_are_refused(tmp_path: Path) -> Non
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"input": "1", "domain": "math"}\n{"input": "1", "domain": "law"}\n')
     words = [*WORDS, "--prompt-data", str(path), "--opd-teacher-key", "domain", "--opd-teacher-loads", "math=x"]
-    check_teacher_names(parse_config([*words, "law=y"]))
+    check_teacher(parse_config([*words, "law=y"]))
     with pytest.raises(DataError, match=r"names the teacher 'law' .* but the run has code, math"):
-        check_teacher_names(parse_config([*words, "code=y"]))
+        check_teacher(parse_config([*words, "code=y"]))
