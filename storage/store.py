@@ -10,13 +10,12 @@ from __future__ import annotations
 import builtins
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.storage import disk, leases, objects
 from penstock.storage.commit import ORIGINS, Commit, FileRecord, RunKeys, commit_key, encode_commit
-from penstock.storage.failpoints import failpoint
 from penstock.storage.file_store import NUM_REQUESTS, FileStore
 
 
@@ -43,24 +42,15 @@ class Store(FileStore):
     def commit(self, prefix: str, commit: Commit) -> Commit:
         """Publish `commit` and return it, or return the existing commit if another attempt has committed first. Raises
         StoreError if `penstock gc` has deleted the files because the writer was suspended for too long."""
-        seal = None
-        attempt_directory = (commit.attempt or "").rpartition("/")[0]
+        attempt = commit.attempt or ""
         # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. An
         # attempt is a directory below the stage's prefix; for converted models, a directory next to it.
-        if (
-            commit.attempt
-            and leases.needs_lease(commit.attempt)
-            and attempt_directory in (prefix, prefix.rpartition("/")[0])
-        ):
-            failpoint("commit-before-seal")
-            seal = leases.seal_attempt_against_deletion(self, commit)
-            failpoint("commit-sealed")
-            seal.raise_if_expired()
-        created = self.create(commit_key(prefix), encode_commit(commit))
-        existing = commit if created else self.committed(prefix)
-        assert existing is not None, f"the commit record of {prefix} was neither created nor found"
-        if seal is not None:
-            seal.release()
+        is_own = attempt.rpartition("/")[0] in (prefix, prefix.rpartition("/")[0])
+        needs_seal = is_own and leases.needs_lease(attempt)
+        with leases.sealed_against_deletion(self, commit) if needs_seal else nullcontext():
+            created = self.create(commit_key(prefix), encode_commit(commit))
+            existing = commit if created else self.committed(prefix)
+            assert existing is not None, f"the commit record of {prefix} was neither created nor found"
         return existing
 
     # ---- the files of a commit ---------------------------------------------------------------------------------------
@@ -110,6 +100,10 @@ class Store(FileStore):
             yield Path(self.path(commit.attempt))
             return
         with objects.temporary_directory(sum(record.bytes for _, record in wanted)) as scratch:
+            sizes = disk.map_in_threads(lambda file: self.size(file[1].path), wanted, NUM_REQUESTS)
+            for (_, record), size in zip(wanted, sizes, strict=True):
+                if size != record.bytes:
+                    raise disk.size_mismatch_error(self.path(record.path), record.bytes, size)
             objects.download(
                 self.fs, [(self.path(record.path), record, Path(scratch) / name) for name, record in wanted]
             )
