@@ -74,7 +74,7 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
     try:
         tracker = MlflowOptions.connect(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
         if tracker.runs.find_part(""):
-            tracker.registry.update_model(model)
+            tracker.registry.update_models(model)
     except Exception as error:  # clients have their own error types
         return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
     return None

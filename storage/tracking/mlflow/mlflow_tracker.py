@@ -264,7 +264,7 @@ class MlflowTracker(Tracker):
         if ends:
             self.run_page.log_origins(main_run, commits)
             self.run_page.update(main_run)
-            self.registry.update_models_of_run()
+            self.registry.update_models()
             if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
