@@ -327,7 +327,13 @@ class Delivery:
             self.wake.clear()
             try:
                 if tracker is None:
-                    tracker, commits, position = self._connect(), RunCommits(), 0
+                    if not self._outbox.try_lock():
+                        raise BlockingIOError(
+                            "another process is delivering this run's outbox: wait until that process ends, or stop it"
+                        )
+                    tracker, commits, position = tracker_of(self.uri).connect(self.uri, self.run), RunCommits(), 0
+                    if tracker.wants_all:
+                        self._outbox.mark_delivered(0)
                 position = self._deliver(tracker, commits, position)
                 if self.problem is not None:
                     logger.warning("%s is available again; all waiting records were delivered", self.name)
@@ -350,17 +356,6 @@ class Delivery:
             if closing:
                 break
         self._outbox.unlock()
-
-    def _connect(self) -> Tracker:
-        """Return a connection to the tracker, with the delivery lock held."""
-        if not self._outbox.try_lock():
-            raise BlockingIOError(
-                "another process is delivering this run's outbox: wait until that process ends, or stop it"
-            )
-        tracker = tracker_of(self.uri).connect(self.uri, self.run)
-        if tracker.wants_all:
-            self._outbox.mark_delivered(0)
-        return tracker
 
     def _deliver(self, tracker: Tracker, commits: RunCommits, offset: int) -> int:
         """Read the outbox from the byte `offset` on, add its commits to `commits`, and deliver the undelivered lines in

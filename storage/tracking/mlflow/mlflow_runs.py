@@ -153,6 +153,11 @@ VIEW = "workflowType=machine_learning"  # MLflow's view "Model training"; its de
 CHARTS = "/model-metrics"  # tab of a run's page
 
 
+def part_tags(run: TrackedRun, part: str) -> dict[str, str]:
+    """Return the tags by which the MLflow run of `run` itself (`part` is "") or of its child run `part` is found."""
+    return {"penstock.run": run.name, "penstock.identity": run.identity, "penstock.part": part or "run"}
+
+
 class MlflowRuns:
     """Finds and creates the experiment and the MLflow runs of one Penstock run."""
 
@@ -178,19 +183,16 @@ class MlflowRuns:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    def find_or_create_part(
-        self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
-    ) -> str:
-        """Return the id of the MLflow run of the run itself (`part` is "") or of its child run with the value `part` of
-        the tag `penstock.part`. It is created if missing, with `name`, further `tags`, and `start_time` in milliseconds
-        since the epoch."""
-        key = self._part_tags(self.run, part)
-        return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
+    def find_or_create_part(self, part: str, start_time: int | None, tags: dict[str, str] | None = None) -> str:
+        """Return the id of the MLflow run of the run itself (`part` is "") or of its child run `part`. It is created if
+        missing, with further `tags`, and `start_time` in milliseconds since the epoch."""
+        tags = {"penstock.store": self.run.store_uri, **(tags or {})}
+        return self.find_or_create(part_tags(self.run, part), part or self.run.name, start_time, tags)
 
     def find_part(self, part: str, run: TrackedRun | None = None) -> Run | None:
         """Return the MLflow run of `run` (default: this run) itself, or of its child run `part`, or None if MLflow does
         not have it."""
-        return next(iter(self.find_all(self._part_tags(run or self.run, part), max_results=1)), None)
+        return next(iter(self.find_all(part_tags(run or self.run, part), max_results=1)), None)
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
@@ -230,7 +232,3 @@ class MlflowRuns:
             existing = self.client.get_experiment_by_name(self.run.experiment)
             self._experiment_id = existing.experiment_id if existing else None
         return self._experiment_id
-
-    @staticmethod
-    def _part_tags(run: TrackedRun, part: str) -> dict[str, str]:
-        return {"penstock.run": run.name, "penstock.identity": run.identity, "penstock.part": part or "run"}

@@ -57,7 +57,6 @@ from penstock.storage.tracking.mlflow.mlflow_samples import (
     Rows,
     dataset_input,
     prompt_dataset,
-    prompt_files,
     read_preview,
     shards_dataset,
 )
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
 # MLflow's error codes for which retrying is useless.
 _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _MAX_PARAM = 6000  # characters of a parameter's value
-_CURVE_KINDS = ("checkpoint", "eval")  # kinds of commits after which the reward curve is redrawn
 _MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
 _MAX_SHARD_LINKS = 20  # the newest sample previews, to which the child run of a checkpoint links
 _PARENT = "penstock.parent"  # tag of a fork's main run: `id` in run.json of the parent
@@ -206,7 +204,7 @@ class RunPage:
 
 
 class MlflowTracker(Tracker):
-    """The connection of one Penstock run to MLflow. `MlflowOptions.connect` makes it."""
+    """The connection of one Penstock run to MLflow. `connect_mlflow` makes it."""
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         # These libraries also raise the errors that they log; delivery.py logs the raised errors.
@@ -225,20 +223,15 @@ class MlflowTracker(Tracker):
         self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
         self._in_view: set[str] = set()  # metrics for which the stored view has columns
 
-    @property
-    def page(self) -> str | None:
-        """Return the URL of the run's page, or None if MLflow is a database without a server."""
-        if not self.uri.startswith("http") or self.runs.main_run_id is None:
-            return None
-        return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id, CHARTS)}"
-
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records to MLflow in the given order. Metrics and data sets of the main run are sent together, in few
         requests."""
         points: list[Metric] = []
         inputs: list[DatasetInput] = []
-        main_run = self.runs.find_or_create_part("", self.run.name, int(records[0].at * 1000) or None)
+        main_run = self.runs.find_or_create_part("", int(records[0].at * 1000) or None)
         self.runs.main_run_id = main_run
+        page = f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', main_run, CHARTS)}"
+        self.page = page if self.uri.startswith("http") else None  # None: MLflow is a database without a server
         for record in records:
             match record:
                 case RunStarted():
@@ -252,14 +245,14 @@ class MlflowTracker(Tracker):
             self.client.log_batch(main_run, metrics=chunk)
         for datasets in chunks(inputs, MAX_DATASETS):
             self.client.log_inputs(main_run, datasets=datasets)
-        if any(isinstance(record, Committed) for record in records):
+        kinds = {record.commit.kind for record in records if isinstance(record, Committed)}
+        if kinds:
             self.run_page.describe(main_run, commits)
         if new := {point.key for point in points if point.key.startswith(f"{SECTION}/")} - self._in_view:
             store_view(self.client, self.runs.experiment_id, new)
             self._in_view |= new
         ends = [record for record in records if isinstance(record, RunEnded)]
-        changed = any(isinstance(record, Committed) and record.commit.kind in _CURVE_KINDS for record in records)
-        if (changed or ends) and (figure := reward_curve(self.run.name, commits)):
+        if (ends or kinds & {"checkpoint", "eval"}) and (figure := reward_curve(self.run.name, commits)):
             self.client.log_figure(main_run, figure, "reward.png")
         if ends:
             self.run_page.log_origins(main_run, commits)
@@ -304,7 +297,7 @@ class MlflowTracker(Tracker):
             self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.run.name}/')}")
             return self._log_rollout(main_run, key, commit, commits) if commit.kind == "rollout" else []
         tags = {"mlflow.parentRunId": main_run, "penstock.commit": key}
-        child = self.runs.find_or_create_part(part, part, int(commit.started_at * 1000), tags)
+        child = self.runs.find_or_create_part(part, int(commit.started_at * 1000), tags)
         links = [Link("part of", self.run.name, self.runs.url("runs", main_run))]
         match commit.kind:
             case "checkpoint":
@@ -457,7 +450,8 @@ class MlflowTracker(Tracker):
     def _prompt_inputs(self, commit: Commit) -> tuple[list[DatasetInput], dict[str, Rows]]:
         """Return the prompt files of a commit as data sets, and their previews by artifact path."""
         inputs, previews = [], {}
-        for index, path in enumerate(prompt_files(commit)):
+        paths = [path for role, path in sorted(commit.inputs.items()) if role.startswith("prompt_data/")]
+        for index, path in enumerate(paths):
             rows = self._previews.setdefault(path, read_preview(path))
             dataset = prompt_dataset(commit, index, path, rows)
             inputs.append(dataset_input(dataset, "prompts"))
