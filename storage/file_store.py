@@ -23,6 +23,7 @@ from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import has_credentials
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 NUM_REQUESTS = 16  # concurrent small requests to an object store
 _NUM_PROBES = 2  # tries of each probe request; few, so that a wrong address is reported soon
@@ -172,7 +173,11 @@ class FileStore:
             with suppress(FileNotFoundError):
                 self._access_with_retries(lambda: self.fs.rm_file(self.path(key)), key)
 
-        disk.map_in_threads(remove, keys, NUM_REQUESTS)
+        self.map_requests(remove, keys)
+
+    def map_requests(self, request: Callable[[Item], T], items: Iterable[Item]) -> builtins.list[T]:
+        """Return the results of `request` for all items in their order. Requests to an object store are concurrent."""
+        return disk.map_in_threads(request, items, 1 if self.is_local else NUM_REQUESTS)
 
     def remove_empty_directories(self, prefix: str) -> None:
         """Remove the empty directories under `prefix`. Does nothing unless the store is local."""

@@ -32,7 +32,7 @@ from penstock.storage import disk
 from penstock.storage.commit import JOURNAL, Commit, RunKeys, split_stage_key
 from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.file_store import NUM_REQUESTS, FileStore
+from penstock.storage.file_store import FileStore
 
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
@@ -232,9 +232,7 @@ def sealed_against_deletion(store: FileStore, commit: Commit) -> Iterator[None]:
                 f"`penstock gc` claimed {attempt} for deletion before it was committed: rerun the stage (if "
                 "that gc was killed, `penstock gc --delete --older-than 0` deletes the remaining files)"
             )
-    sizes = disk.map_in_threads(
-        lambda record: store.size(record.path), commit.files, 1 if store.is_local else NUM_REQUESTS
-    )
+    sizes = store.map_requests(lambda record: store.size(record.path), commit.files)
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
             _delete_keys_or_warn(store, [key])

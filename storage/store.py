@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import builtins
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.storage import disk, leases, objects
 from penstock.storage.commit import ORIGINS, Commit, FileRecord, RunKeys, commit_key, encode_commit
-from penstock.storage.file_store import NUM_REQUESTS, FileStore
+from penstock.storage.file_store import FileStore
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Store(FileStore):
             yield Path(self.path(commit.attempt))
             return
         with objects.temporary_directory(sum(record.bytes for _, record in wanted)) as scratch:
-            sizes = disk.map_in_threads(lambda file: self.size(file[1].path), wanted, NUM_REQUESTS)
+            sizes = self.map_requests(lambda file: self.size(file[1].path), wanted)
             for (_, record), size in zip(wanted, sizes, strict=True):
                 if size != record.bytes:
                     raise disk.size_mismatch_error(self.path(record.path), record.bytes, size)
@@ -139,7 +139,7 @@ class Store(FileStore):
         keys = {index: commit_key(f"{prefix}/{index:06d}") for index in sorted(indices)}
         if self.is_local:
             return {index for index, key in keys.items() if Path(self.path(key)).exists()}
-        records = disk.map_in_threads(self.read, keys.values(), NUM_REQUESTS)
+        records = self.map_requests(self.read, keys.values())
         return {index for index, record in zip(keys, records, strict=True) if record is not None}
 
 
@@ -164,7 +164,14 @@ def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
     return prefixes
 
 
+def read_stages(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> dict[str, Commit]:
+    """Return the commits of a run: prefix of the stage -> commit, in the order of `committed_prefixes`. Commits whose
+    keys are in `skip` are not read."""
+    prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
+    commits = store.map_requests(store.committed, prefixes)
+    return {prefix: commit for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None}
+
+
 def read_commits(store: Store, keys: RunKeys) -> list[Commit]:
     """Return all commits of a run in the order of their creation."""
-    commits = [commit for prefix in committed_prefixes(store, keys) if (commit := store.committed(prefix))]
-    return sorted(commits, key=lambda commit: commit.created_at)
+    return sorted(read_stages(store, keys).values(), key=lambda commit: commit.created_at)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.disk import map_in_threads
 from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.store import Store
 
@@ -45,7 +44,7 @@ class CommitFeed:
         size = 1 if self.store.is_local else NUM_REQUESTS
         while self._waiting and time.monotonic() < deadline:
             batch = [self._waiting.pop() for _ in range(min(size, len(self._waiting)))]
-            for commit in map_in_threads(self.store.committed, batch, size):
+            for commit in self.store.map_requests(self.store.committed, batch):
                 if commit is not None:  # a checkpoint may have expired since the listing
                     yield self._count(commit)
         for kind in ROUNDS if not self._waiting else ():
@@ -82,7 +81,7 @@ class CommitFeed:
             for each in versions
             if not num_data_sets or self._evaluated[each] < num_data_sets or each in versions[-2:]
         ]
-        names = map_in_threads(self.store.committed_names, directories, 1 if self.store.is_local else NUM_REQUESTS)
+        names = self.store.map_requests(self.store.committed_names, directories)
         new = [f"{directory}/{name}" for directory, of in zip(directories, names, strict=True) for name in of]
         new = [prefix for prefix in dict.fromkeys(new) if prefix not in self._known]
         self._known.update(new)

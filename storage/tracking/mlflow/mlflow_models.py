@@ -15,6 +15,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,9 +27,10 @@ from mlflow.utils import mlflow_tags
 
 from penstock.storage.champions import Policy, read_decisions
 from penstock.storage.commit import Commit, commit_key, eval_rewards, is_run_name
-from penstock.storage.tracking.mlflow.mlflow_runs import Link, MlflowRuns, link_tags, model_name
+from penstock.storage.tracking.mlflow.mlflow_runs import Link, MlflowRuns, link_tags
 from penstock.storage.tracking.tracker import RunCommits
 
+_FORBIDDEN = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
 _MAX_PARAM = 500  # characters of a logged model's parameter
 _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export": "export"}  # by kind of commit
 
@@ -63,7 +65,7 @@ class MlflowModels:
         }
         return self._find_or_create(
             ("penstock.attempt", attempt),
-            model_name(name),
+            name,
             _MODEL_TYPES[commit.kind],
             {name: str(value)[:_MAX_PARAM] for name, value in params.items() if value != ""},
             tags={"penstock.commit": original, "penstock.run": run},
@@ -73,7 +75,7 @@ class MlflowModels:
 
     def of_source(self, path: str) -> LoggedModel:
         """Return the logged model of a source model outside of the store. It is created if missing."""
-        name = model_name(f"source-{PurePosixPath(path).name}")
+        name = f"source-{PurePosixPath(path).name}"
         id = hashlib.sha256(path.encode()).hexdigest()[:16]
         return self._find_or_create(("penstock.source", id), name, "source model", {"uri": path[:_MAX_PARAM]})
 
@@ -119,6 +121,7 @@ class MlflowModels:
         client, model = self.runs.client, self._find(*key)
         if model is None:
             all_tags = {key[0]: key[1], **(tags or {})}
+            name = _FORBIDDEN.sub("_", name.replace("/", "-"))  # `my-run/000020` becomes `my-run-000020`
             model = client.create_logged_model(self.runs.experiment_id, name, source_run, all_tags, params, type)
         if str(model.status) != "READY":  # also if the process was killed after it had created the model
             if artifacts:

@@ -28,17 +28,11 @@ T = TypeVar("T")
 
 MAX_METRICS, MAX_PARAMS, MAX_DATASETS = 1000, 100, 100  # MLflow's limits per request
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")  # characters that MLflow rejects in names, for instance "@"
-_FORBIDDEN_IN_MODELS = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
 
 
 def replace_forbidden_characters(name: str) -> str:
     """Replace the characters that MLflow rejects in names: `eval/aime/pass@8` becomes `eval/aime/pass_at_8`."""
     return _FORBIDDEN.sub("_", name.replace("@", "_at_"))
-
-
-def model_name(name: str) -> str:
-    """Return a name that MLflow accepts for a logged model: `my-run/000020` becomes `my-run-000020`."""
-    return _FORBIDDEN_IN_MODELS.sub("_", name.replace("/", "-"))
 
 
 def to_mlflow(points: Sequence[MetricPoint], links: dict[str, str] | None = None) -> list[Metric]:
@@ -121,20 +115,11 @@ def link_tags(tags: Mapping[str, str], links: list[Link], results: str | None = 
     text = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
     if results is not None:
         text = "\n\n".join(part for part in (text.partition(RESULTS)[0].strip(), results) if part)
-    all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
-    description = describe_links(text, all_links)
-    changed = {name: url for name, url in new.items() if tags.get(name) != url}
-    if description != tags.get(_NOTE, ""):
-        changed[_NOTE] = description
-    return changed
-
-
-def describe_links(text: str, links: Mapping[str, str]) -> str:
-    """Return a description: `text`, then a list of `links` (name of the link's tag -> URL)."""
     roles: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(links):
-        role, _, title = name.removeprefix(_TAG).partition("/")
-        roles[role].append(f"[{title}]({links[name]})")
+    for name, url in sorted({**tags, **new}.items()):
+        if name.startswith(_TAG):
+            role, _, title = name.removeprefix(_TAG).partition("/")
+            roles[role].append(f"[{title}]({url})")
     description = ""
     for num_links in range(_MAX_LINKS, 0, -1):
         lines = []
@@ -144,7 +129,8 @@ def describe_links(text: str, links: Mapping[str, str]) -> str:
         description = "\n\n".join(part for part in (text, "\n".join([_HEADING, "", *lines]) if lines else "") if part)
         if len(description) <= _MAX_TEXT:
             break
-    return description
+    changed = {name: url for name, url in new.items() if tags.get(name) != url}
+    return changed | ({_NOTE: description} if description != tags.get(_NOTE, "") else {})
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
