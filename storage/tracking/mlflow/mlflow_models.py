@@ -32,15 +32,18 @@ from penstock.storage.tracking.tracker import RunCommits
 
 _FORBIDDEN = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
 _MAX_PARAM = 500  # characters of a logged model's parameter
+CHAMPION, CANDIDATE = "champion", "candidate"
+_POLICY = "penstock.policy"  # tag of a version: RUN/VERSION
 _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export": "export"}  # by kind of commit
 
 
 class MlflowModels:
-    """Finds and creates logged models."""
+    """Finds and creates logged models, and derives the registered models from commits and decisions."""
 
     def __init__(self, runs: MlflowRuns) -> None:
         self.runs = runs
         self._models: dict[tuple[str, str], LoggedModel] = {}  # tag by which it is found -> model
+        self._versions: dict[str, list[ModelVersion]] = {}  # registered model -> its versions, the oldest first
 
     def of_commit(self, key: str, commit: Commit, source_run: str | None = None) -> LoggedModel:
         """Return the logged model of a converted model, checkpoint or export, whose commit record is at `key`. It is
@@ -144,6 +147,105 @@ class MlflowModels:
             self._models[tag, value] = models[0]
         return self._models[tag, value]
 
+    # ---- registered models -------------------------------------------------------------------------------------------
+
+    def register_evaluated(self, version: int, at: float, commits: RunCommits) -> None:
+        """Register the checkpoint of a policy version if both the checkpoint and an evaluation of it were committed by
+        the time `at`: the commit time of the checkpoint or evaluation that is being logged.
+
+        Later commits do not count, so the versions get the same numbers when a run is sent again.
+        """
+        checkpoint = commits.checkpoint(version)
+        evals = [c for _, c in commits.evaluations(range(version, version + 1)) if c.created_at <= at]
+        if checkpoint is None or checkpoint[1].created_at > at or not evals or commits.is_copy(*checkpoint):
+            return
+        run = self.runs.run.name
+        rewards = {task: reward for commit in evals for task, reward in eval_rewards(commit).items()}
+        text = ", ".join(f"{task} {reward:.4f}" for task, reward in sorted(rewards.items()))
+        model = self.of_commit(*checkpoint)
+        created = self._find_or_create_version(run, f"{run}/{version}", model, f"mean reward: {text}")
+        evaluated = {commit.policy_version for commit in commits.evals.values()}
+        own = [
+            v for v, saved in commits.commits["checkpoint"].items() if v in evaluated and not commits.is_copy(*saved)
+        ]
+        store = self.runs.run.store
+        if version == max(own) and not (store and read_decisions(store, run)):
+            self._set_alias(run, CANDIDATE, created)
+
+    def update_registered(self, name: str | None = None) -> None:
+        """Update versions and aliases of the registered model `name` from the decisions in the store; default: of all
+        models about which a decision names a policy of the run."""
+        store = self.runs.run.store
+        if store is None:
+            return
+        for model in [name] if name else filter(is_run_name, store.list("registry")):
+            decisions = read_decisions(store, model)
+            # The policies that the decisions name as candidate or champion, in order, each once.
+            policies = list(dict.fromkeys(p for d in decisions for p in (d.candidate, d.champion) if p))
+            if not name and self.runs.run.name not in {policy.run for policy in policies}:
+                continue
+            candidates = [decision.candidate for decision in decisions if decision.candidate]
+            texts = {decision.candidate.name: str(decision) for decision in decisions if decision.candidate}
+            versions: dict[Policy | None, ModelVersion] = {}
+            for policy in policies:
+                if commit := store.read_record(Commit, policy.checkpoint):
+                    logged, text = self.of_commit(policy.checkpoint, commit), texts.get(policy.name, "")
+                    versions[policy] = self._find_or_create_version(model, policy.name, logged, text)
+                else:  # the checkpoint has expired
+                    known = [version for version in self._existing(model) if version.tags[_POLICY] == policy.name]
+                    versions |= {policy: known[-1]} if known else {}
+            aliases = {CHAMPION: decisions[-1].champion, CANDIDATE: candidates[-1]} if candidates else {}
+            for alias, chosen in aliases.items():
+                if chosen in versions:
+                    self._set_alias(model, alias, versions[chosen])
+
+    def _find_or_create_version(self, name: str, policy: str, model: LoggedModel, text: str) -> ModelVersion:
+        """Return the version of the registered model `name` for a policy (RUN/VERSION). Its description is `text` and a
+        link to the logged model `model`. It is created if missing."""
+        text = f"{text}\n\nCheckpoint: [{model.name}]({self.runs.url('models', model.model_id)})"
+        existing = self._existing(name)
+        # Compare the model, since a run that was removed and started again under its name has the same policy names.
+        number = next((n for n, version in enumerate(existing) if version.source == model.artifact_location), None)
+        if number is None:
+            number = len(existing)
+            created = self.runs.client.create_model_version(
+                name,
+                model.artifact_location,  # `models:/ID` would be searched in the process's default tracking URI
+                model.source_run_id or self.runs.main_run_id,  # without it, MLflow would search that URI, too
+                {_POLICY: policy},
+                description=text,
+                await_creation_for=0,
+                model_id=model.model_id,
+            )
+            existing.append(created)
+            # List the version on the page of the logged model, as MLflow's server does.
+            tags = self.runs.client.get_logged_model(model.model_id).tags
+            entries = json.loads(tags.get(mlflow_tags.MLFLOW_MODEL_VERSIONS, "[]"))
+            if name not in [entry["name"] for entry in entries]:
+                entries.append({"name": name, "version": created.version})
+                listed = {mlflow_tags.MLFLOW_MODEL_VERSIONS: json.dumps(entries)}
+                self.runs.client.set_logged_model_tags(model.model_id, listed)
+        elif existing[number].description != text:
+            existing[number] = self.runs.client.update_model_version(name, existing[number].version, text)
+        return existing[number]
+
+    def _existing(self, name: str) -> list[ModelVersion]:
+        """Return the versions of a registered model, the oldest first. The model is created if missing."""
+        if name not in self._versions:
+            try:
+                self.runs.client.create_registered_model(name, {"penstock.store": self.runs.run.store_uri})
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            found = self.runs.client.search_model_versions(f"name = '{name}'", max_results=1000)
+            versions = [version for version in found if _POLICY in version.tags]
+            self._versions[name] = sorted(versions, key=lambda version: int(version.version))
+        return self._versions[name]
+
+    def _set_alias(self, name: str, alias: str, version: ModelVersion) -> None:
+        if str(self.runs.client.get_registered_model(name).aliases.get(alias)) != str(version.version):
+            self.runs.client.set_registered_model_alias(name, alias, str(version.version))
+
 
 def short_fingerprint(key: str) -> str:
     """Return the first 8 characters of the fingerprint in the key of a converted model."""
@@ -159,116 +261,3 @@ def file_table(commit: Commit) -> str:
         path = file.path.removeprefix(f"{commit.attempt}/")
         writer.writerow((path, file.bytes, file.xxh3, "" if file.rows is None else file.rows))
     return text.getvalue()
-
-
-# ---- registered models -----------------------------------------------------------------------------------------------
-
-CHAMPION, CANDIDATE = "champion", "candidate"
-_POLICY = "penstock.policy"  # tag of a version: RUN/VERSION
-
-
-class MlflowRegistry:
-    """Derives MLflow's registered models from commits and decisions."""
-
-    def __init__(self, runs: MlflowRuns, models: MlflowModels) -> None:
-        self.client = runs.client
-        self.runs = runs
-        self.models = models
-        self._versions: dict[str, list[ModelVersion]] = {}  # registered model -> its versions, the oldest first
-
-    def register_evaluated(self, version: int, at: float, commits: RunCommits) -> None:
-        """Register the checkpoint of a policy version if both the checkpoint and an evaluation of it were committed by
-        the time `at`: the commit time of the checkpoint or evaluation that is being logged.
-
-        Later commits do not count, so the versions get the same numbers when a run is sent again.
-        """
-        checkpoint = commits.checkpoint(version)
-        evals = [c for _, c in commits.evaluations(range(version, version + 1)) if c.created_at <= at]
-        if checkpoint is None or checkpoint[1].created_at > at or not evals or commits.is_copy(*checkpoint):
-            return
-        run = self.runs.run.name
-        rewards = {task: reward for commit in evals for task, reward in eval_rewards(commit).items()}
-        text = ", ".join(f"{task} {reward:.4f}" for task, reward in sorted(rewards.items()))
-        model = self.models.of_commit(*checkpoint)
-        created = self._find_or_create(run, f"{run}/{version}", model, f"mean reward: {text}")
-        evaluated = {commit.policy_version for commit in commits.evals.values()}
-        own = [
-            v for v, saved in commits.commits["checkpoint"].items() if v in evaluated and not commits.is_copy(*saved)
-        ]
-        store = self.runs.run.store
-        if version == max(own) and not (store and read_decisions(store, run)):
-            self._set_alias(run, CANDIDATE, created)
-
-    def update_models(self, name: str | None = None) -> None:
-        """Update versions and aliases of the registered model `name` from the decisions in the store; default: of all
-        models about which a decision names a policy of the run."""
-        store = self.runs.run.store
-        if store is None:
-            return
-        for model in [name] if name else filter(is_run_name, store.list("registry")):
-            decisions = read_decisions(store, model)
-            # as candidate or champion, in order, each once
-            policies = list(dict.fromkeys(p for d in decisions for p in (d.candidate, d.champion) if p))
-            if not name and self.runs.run.name not in {policy.run for policy in policies}:
-                continue
-            candidates = [decision.candidate for decision in decisions if decision.candidate]
-            texts = {decision.candidate.name: str(decision) for decision in decisions if decision.candidate}
-            versions: dict[Policy | None, ModelVersion] = {}
-            for policy in policies:
-                if commit := store.read_record(Commit, policy.checkpoint):
-                    logged = self.models.of_commit(policy.checkpoint, commit)
-                    versions[policy] = self._find_or_create(model, policy.name, logged, texts.get(policy.name, ""))
-                else:  # the checkpoint has expired
-                    known = [version for version in self._existing(model) if version.tags[_POLICY] == policy.name]
-                    versions |= {policy: known[-1]} if known else {}
-            aliases = {CHAMPION: decisions[-1].champion, CANDIDATE: candidates[-1]} if candidates else {}
-            for alias, chosen in aliases.items():
-                if chosen in versions:
-                    self._set_alias(model, alias, versions[chosen])
-
-    def _find_or_create(self, name: str, policy: str, model: LoggedModel, text: str) -> ModelVersion:
-        """Return the version of the registered model `name` for a policy (RUN/VERSION). Its description is `text` and a
-        link to the logged model `model`. It is created if missing."""
-        text = f"{text}\n\nCheckpoint: [{model.name}]({self.runs.url('models', model.model_id)})"
-        existing = self._existing(name)
-        # Compare the model, since a run that was removed and started again under its name has the same policy names.
-        number = next((n for n, version in enumerate(existing) if version.source == model.artifact_location), None)
-        if number is None:
-            number = len(existing)
-            created = self.client.create_model_version(
-                name,
-                model.artifact_location,  # `models:/ID` would be searched in the process's default tracking URI
-                model.source_run_id or self.runs.main_run_id,  # without it, MLflow would search that URI, too
-                {_POLICY: policy},
-                description=text,
-                await_creation_for=0,
-                model_id=model.model_id,
-            )
-            existing.append(created)
-            # List the version on the page of the logged model, as MLflow's server does.
-            tags = self.client.get_logged_model(model.model_id).tags
-            entries = json.loads(tags.get(mlflow_tags.MLFLOW_MODEL_VERSIONS, "[]"))
-            if name not in [entry["name"] for entry in entries]:
-                entries.append({"name": name, "version": created.version})
-                listed = {mlflow_tags.MLFLOW_MODEL_VERSIONS: json.dumps(entries)}
-                self.client.set_logged_model_tags(model.model_id, listed)
-        elif existing[number].description != text:
-            existing[number] = self.client.update_model_version(name, existing[number].version, text)
-        return existing[number]
-
-    def _existing(self, name: str) -> list[ModelVersion]:
-        """Return the versions of a registered model, the oldest first. The model is created if missing."""
-        if name not in self._versions:
-            try:
-                self.client.create_registered_model(name, {"penstock.store": self.runs.run.store_uri})
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-            found = self.client.search_model_versions(f"name = '{name}'", max_results=1000)
-            versions = [version for version in found if _POLICY in version.tags]
-            self._versions[name] = sorted(versions, key=lambda version: int(version.version))
-        return self._versions[name]
-
-    def _set_alias(self, name: str, alias: str, version: ModelVersion) -> None:
-        if str(self.client.get_registered_model(name).aliases.get(alias)) != str(version.version):
-            self.client.set_registered_model_alias(name, alias, str(version.version))

@@ -76,7 +76,7 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
     try:
         tracker = connect_mlflow(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
         if tracker.runs.find_part(""):
-            tracker.registry.update_models(model)
+            tracker.models.update_registered(model)
     except Exception as error:  # clients have their own error types
         return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
     return None

@@ -32,7 +32,7 @@ from penstock.storage.commit import (
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.secrets import redact_url
 from penstock.storage.store import origin_roles
-from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
+from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, short_fingerprint
 from penstock.storage.tracking.mlflow.mlflow_overview import (
     ROUNDS,
     SECTION,
@@ -217,7 +217,6 @@ class MlflowTracker(Tracker):
         self.wants_all = self.runs.find_part("") is None
         self.models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, self.models)
-        self.registry = MlflowRegistry(self.runs, self.models)
         self.traces = MlflowTraces(self.runs)
         self._previews: dict[str, Rows] = {}  # prompt file -> its first rows
         self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
@@ -257,7 +256,7 @@ class MlflowTracker(Tracker):
         if ends:
             self.run_page.log_origins(main_run, commits)
             self.run_page.update(main_run)
-            self.registry.update_models()
+            self.models.update_registered()
             if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
@@ -310,7 +309,7 @@ class MlflowTracker(Tracker):
         self.runs.add_links(child, links)
         self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
         if commit.kind in ("checkpoint", "eval"):
-            self.registry.register_evaluated(commit.policy_version, commit.created_at, commits)
+            self.models.register_evaluated(commit.policy_version, commit.created_at, commits)
         return []
 
     # ---- kinds of commits --------------------------------------------------------------------------------------------
