@@ -80,6 +80,7 @@ if TYPE_CHECKING:
 # MLflow's error codes for which retrying is useless.
 _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _MAX_PARAM = 6000  # characters of a parameter's value
+Page = tuple[str, str]  # title and URL of a page of MLflow
 _MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
 _MAX_SHARD_LINKS = 20  # the newest sample previews, to which the child run of a checkpoint links
 _PARENT = "penstock.parent"  # tag of a fork's main run: `id` in run.json of the parent
@@ -297,14 +298,15 @@ class MlflowTracker(Tracker):
             return self._log_rollout(main_run, key, commit, commits) if commit.kind == "rollout" else []
         tags = {"mlflow.parentRunId": main_run, "penstock.commit": key}
         child = self.runs.find_or_create_part(part, int(commit.started_at * 1000), tags)
+        here = f"{self.run.name}/{part}", self.runs.url("runs", child)
         links = [Link("part of", self.run.name, self.runs.url("runs", main_run))]
         match commit.kind:
             case "checkpoint":
-                links += self._log_checkpoint(main_run, child, key, commit, commits)
+                links += self._log_checkpoint(main_run, child, here, key, commit, commits)
             case "eval":
-                links += self._log_eval(child, key, commit, commits)
+                links += self._log_eval(child, here, key, commit, commits)
             case "export":
-                links += self._log_export(main_run, child, key, commit, commits)
+                links += self._log_export(main_run, child, here, key, commit, commits)
         self.client.log_text(child, text, "commit.json")
         self.runs.add_links(child, links)
         self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
@@ -313,12 +315,11 @@ class MlflowTracker(Tracker):
         return []
 
     # ---- kinds of commits --------------------------------------------------------------------------------------------
+    # `child` is the id of the commit's child run, and `here` are the title and the URL of its page.
 
     def _log_rollout(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
         """Log previews of a rollout's samples and prompt files. Return its data sets: shards and prompt files."""
         inputs, previews = self._prompt_inputs(commit)
-        if rows := commit.state.get("shown"):
-            previews[_samples_path(commit)] = rows
         rollouts = [saved for _, saved in sorted(commits.commits["rollout"].items())]
         listed = [_samples_path(c) for k, c in rollouts if c.state["shown"] and not commits.is_copy(k, c)]
         self._log_tables(main_run, previews, listed)
@@ -332,9 +333,11 @@ class MlflowTracker(Tracker):
             self.traces.log_round(main_run, commit, shards.name, model)
         return inputs
 
-    def _log_checkpoint(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log a checkpoint as a model, and the training up to it in the child run `child` (an id): metrics, parameters
-        and shards. Return the links of the child run."""
+    def _log_checkpoint(
+        self, main_run: str, child: str, here: Page, key: str, commit: Commit, commits: RunCommits
+    ) -> list[Link]:
+        """Log a checkpoint as a model, and the training up to it in its child run: metrics, parameters and shards.
+        Return the links of the child run."""
         rollouts = commits.since_previous_checkpoint("rollout", commit.index)
         inputs = [dataset_input(shards_dataset(k, c, self.run.store_uri), "training", c) for k, c in rollouts]
         for datasets in chunks(inputs, MAX_DATASETS):
@@ -350,14 +353,7 @@ class MlflowTracker(Tracker):
         for some in chunks([Param(k, v) for k, v in params if k.startswith("train.")], MAX_PARAMS):
             self.client.log_batch(child, params=some)
 
-        model = self.models.of_commit(key, commit, child)
-        self.models.log_output(child, model, commit.index)
-        self.models.log_output(main_run, model, commit.index)
-        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
-        here = self.runs.url("runs", child)
-        self.models.add_links(
-            model, [Link("made by", name, here), Link("run", self.run.name, self.runs.url("runs", main_run))]
-        )
+        model = self._log_model(main_run, child, here, key, commit)
         links = [self.models.link("output", model)]
         previewed = [c for k, c in rollouts if c.state.get("shown") and not commits.is_copy(k, c)]
         for rollout in previewed[-_MAX_SHARD_LINKS:]:
@@ -365,26 +361,23 @@ class MlflowTracker(Tracker):
             links.append(Link("samples of the rollouts", f"{rollout.index:06d}", page))
         if before := self._policy(commits.previous_checkpoint(commit.index), commits):
             self.client.log_inputs(child, models=[LoggedModelInput(before.model_id)])
-            self.models.add_links(before, [Link("trained in", name, here)])
+            self.models.add_links(before, [Link("trained in", *here)])
             links.append(self.models.link("input", before))
         for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
-            early = self.runs.find_part(commits.child_run_name(*evaluation))
-            if early:  # the evaluation was logged before the checkpoint
-                link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
-                self.runs.add_links(early.info.run_id, [link])
+            part = commits.child_run_name(*evaluation)
+            if early := self.runs.find_part(part):  # the evaluation was logged before the checkpoint
+                page = f"{self.run.name}/{part}", self.runs.url("runs", early.info.run_id)
+                self.runs.add_links(early.info.run_id, [self._log_scores(early.info.run_id, page, *evaluation, model)])
         for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
             other = self.runs.find_part(commits.child_run_name(*evaluation))
-            links += self._link_parts(child, name, "evaluated during training in", other, "policy trained in")
+            links += self._link_parts(here, "evaluated during training in", other, "policy trained in")
         return links
 
-    def _log_eval(self, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an evaluation in the child run `child` (an id): prompts, samples and metrics, which are also logged for
-        the evaluated model. Return the links of the child run."""
+    def _log_eval(self, child: str, here: Page, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
+        """Log an evaluation in its child run: prompts, samples and metrics, which are also logged for the evaluated
+        model. Return the links of the child run."""
         inputs, previews = self._prompt_inputs(commit)
-        if rows := commit.state.get("shown"):
-            previews[_samples_path(commit)] = rows
         self._log_tables(child, previews, list(previews))
-        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
         links = []
         original_key = commit.inputs.get("samples", "")
         if original := commits.evals.get(original_key):
@@ -392,51 +385,55 @@ class MlflowTracker(Tracker):
                 dataset_input(shards_dataset(original_key, original, self.run.store_uri), "scored again", original)
             )
             other = self.runs.find_part(commits.child_run_name(original_key, original))
-            links = self._link_parts(child, name, "scores the samples of", other, "scored again in")
+            links = self._link_parts(here, "scores the samples of", other, "scored again in")
         if commit.files:
             inputs.append(dataset_input(shards_dataset(key, commit, self.run.store_uri), "samples", commit))
         if inputs:
             self.client.log_inputs(child, datasets=inputs)
         if model := self._policy(commit.policy_version, commits):
-            links.append(self._log_scores(child, commits.child_run_name(key, commit), key, commit, model))
+            links.append(self._log_scores(child, here, key, commit, model))
         else:
             points = metric_points(Committed(key, commit.created_at, commit))
             self.client.log_batch(child, metrics=to_mlflow(points))
             checkpoints = commits.commits["checkpoint"]
             if later := [version for version in checkpoints if version > commit.policy_version]:
                 other = self.runs.find_part(commits.child_run_name(*checkpoints[min(later)]))
-                links += self._link_parts(child, name, "policy trained in", other, "evaluated during training in")
+                links += self._link_parts(here, "policy trained in", other, "evaluated during training in")
         return links
 
-    def _log_scores(self, child: str, part: str, key: str, commit: Commit, model: LoggedModel) -> Link:
-        """Log the metrics of an evaluation in the child run with the id `child` and the name `part`, and for the
-        evaluated model. Link the model to the child run, and return the link to the model."""
+    def _log_scores(self, child: str, here: Page, key: str, commit: Commit, model: LoggedModel) -> Link:
+        """Log the metrics of an evaluation in its child run, and for the evaluated model. Link the model to the child
+        run, and return the link to the model."""
         about = {"run_id": child, "model_id": model.model_id}
         if inputs := self._prompt_inputs(commit)[0]:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
         points = metric_points(Committed(key, commit.created_at, commit))
         self.client.log_batch(child, metrics=to_mlflow(points, about))
         self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
-        name = f"{self.run.name}/{part}"
-        self.models.add_links(model, [Link("evaluated in", name, self.runs.url("runs", child))])
+        self.models.add_links(model, [Link("evaluated in", *here)])
         return self.models.link("evaluated model", model)
 
-    def _log_export(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an export as a model, which is the output of the child run `child` (an id), and link it with the exported
-        checkpoint. Return the links of the child run."""
-        model = self.models.of_commit(key, commit, child)
-        self.models.log_output(child, model, commit.index)
-        self.models.log_output(main_run, model, commit.index)
-        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
-        here = self.runs.url("runs", child)
-        links = [Link("made by", name, here), Link("run", self.run.name, self.runs.url("runs", main_run))]
-        checkpoint = self._policy(commit.policy_version, commits)
-        if checkpoint:
+    def _log_export(
+        self, main_run: str, child: str, here: Page, key: str, commit: Commit, commits: RunCommits
+    ) -> list[Link]:
+        """Log an export as a model, and link it with the exported checkpoint. Return the links of its child run."""
+        model = self._log_model(main_run, child, here, key, commit)
+        links = [self.models.link("output", model)]
+        if checkpoint := self._policy(commit.policy_version, commits):
             self.client.log_inputs(child, models=[LoggedModelInput(checkpoint.model_id)])
-            self.models.add_links(checkpoint, [self.models.link("exported as", model), Link("exported in", name, here)])
-            links.append(self.models.link("exported from", checkpoint))
-        self.models.add_links(model, links)
-        return [self.models.link("output", model), *([self.models.link("input", checkpoint)] if checkpoint else [])]
+            self.models.add_links(checkpoint, [self.models.link("exported as", model), Link("exported in", *here)])
+            self.models.add_links(model, [self.models.link("exported from", checkpoint)])
+            links.append(self.models.link("input", checkpoint))
+        return links
+
+    def _log_model(self, main_run: str, child: str, here: Page, key: str, commit: Commit) -> LoggedModel:
+        """Log a checkpoint or an export as a model, an output of the run and of its child run, and link it to both."""
+        model = self.models.of_commit(key, commit, child)
+        for run in (child, main_run):
+            self.models.log_output(run, model, commit.index)
+        main = Link("run", self.run.name, self.runs.url("runs", main_run))
+        self.models.add_links(model, [Link("made by", *here), main])
+        return model
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -447,7 +444,8 @@ class MlflowTracker(Tracker):
         return self.run_page.base_model if version == 0 else None
 
     def _prompt_inputs(self, commit: Commit) -> tuple[list[DatasetInput], dict[str, Rows]]:
-        """Return the prompt files of a commit as data sets, and their previews by artifact path."""
+        """Return the prompt files of a commit as data sets, and the previews of these files and of the commit's samples
+        by artifact path."""
         inputs, previews = [], {}
         paths = [path for role, path in sorted(commit.inputs.items()) if role.startswith("prompt_data/")]
         for index, path in enumerate(paths):
@@ -456,6 +454,8 @@ class MlflowTracker(Tracker):
             inputs.append(dataset_input(dataset, "prompts"))
             if rows:
                 previews[f"prompts/{dataset.name}-{dataset.digest}.json"] = rows
+        if rows := commit.state.get("shown"):
+            previews[_samples_path(commit)] = rows
         return inputs, previews
 
     def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
@@ -475,17 +475,13 @@ class MlflowTracker(Tracker):
             text = json.dumps([{"path": path, "type": "table"} for path in sorted(paths)])
             self.client.set_tag(run_id, mlflow_tags.MLFLOW_LOGGED_ARTIFACTS, text)
 
-    def _link_parts(self, child: str, name: str, role: str, other: Run | None, role_here: str) -> list[Link]:
-        """Add a link to the page of the child run `other` (None: MLflow does not have it) that opens the child run with
-        the id `child` and the title `name`. Return a list with the link in the other direction.
-
-        Args:
-            role: what `other` is to `child`, e.g. "policy trained in".
-            role_here: what `child` is to `other`.
-        """
+    def _link_parts(self, here: Page, role: str, other: Run | None, role_here: str) -> list[Link]:
+        """Add a link to the page of the child run `other` (None: MLflow does not have it) that opens the page `here`.
+        Return a list with the link in the other direction. `role` is what `other` is to the run of the page `here`,
+        e.g. "policy trained in"; `role_here` is what this run is to `other`."""
         if other is None:
             return []
-        self.runs.add_links(other.info.run_id, [Link(role_here, name, self.runs.url("runs", child))])
+        self.runs.add_links(other.info.run_id, [Link(role_here, *here)])
         title = f"{self.run.name}/{other.info.run_name}"
         return [Link(role, title, self.runs.url("runs", other.info.run_id))]
 
