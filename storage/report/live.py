@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.storage.commit import Commit, RunKeys, model_title
-from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.costs import ran_on_gpus
 from penstock.storage.history.run_record import (
     RunRecord,
@@ -26,7 +25,14 @@ from penstock.storage.history.run_record import (
     read_run_record,
     read_starts,
 )
-from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
+from penstock.storage.history.run_status import (
+    SILENT_SECONDS,
+    CommitFeed,
+    RunState,
+    RunStatus,
+    read_run_status,
+    run_state,
+)
 from penstock.storage.report.data import task_of, to_json_number
 from penstock.storage.report.page import STATUSES, ReportSamples
 from penstock.storage.samples.shards import read_table

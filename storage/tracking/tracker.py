@@ -199,10 +199,6 @@ class RunCommits:
                 return f"eval-{commit.index:06d}-{eval_name_from_key(key)}"
         return f"{commit.kind}-{commit.index:06d}"
 
-    def checkpoint(self, version: int) -> KeyAndCommit | None:
-        """Return key and commit of the checkpoint of policy `version`, or None if the run has not saved one."""
-        return self.commits["checkpoint"].get(version)
-
     def previous_checkpoint(self, version: int) -> int:
         """Return the policy version of the last checkpoint before `version`, or 0, the base model."""
         return max((index for index in self.commits["checkpoint"] if index < version), default=0)

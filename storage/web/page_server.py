@@ -81,13 +81,10 @@ class PageServer(ThreadingHTTPServer):
         self.server_close()
         self._thread.join()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a thread. Connections above MAX_CONNECTIONS are closed: any local user can open them, and
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return False for connections above MAX_CONNECTIONS, which are then closed: any local user can open them, and
         the process may be the driver of a run."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.history import commit_feed, run_status
-from penstock.storage.history.commit_feed import CommitFeed
+from penstock.storage.history import run_status
 from penstock.storage.history.run_record import RunRecord, Start, record_end, record_start
-from penstock.storage.history.run_status import RunStatus
+from penstock.storage.history.run_status import CommitFeed, RunStatus
 from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.report import live
 from penstock.storage.report.live import LiveRun, best_and_worst
@@ -80,7 +79,7 @@ def read_all(feed: CommitFeed) -> list[tuple[str, int]]:
 
 
 def test_every_commit_is_read_once_in_the_order_of_rounds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_feed, "LISTING_SECONDS", 0.0)
+    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
     feed = CommitFeed(store, KEYS)
     assert read_all(feed) == []
     for r in range(3):
@@ -193,7 +192,7 @@ def test_run_is_on_gpus_by_its_trainer_or_its_newest_processes(store: Store) -> 
 
 
 def test_evaluations_are_sent_again_when_there_is_a_new_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_feed, "LISTING_SECONDS", 0.0)
+    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
     run = live_run(store)
     commit_eval(store, 2, "sums", 0.5)
     first = answer(run)

@@ -155,7 +155,7 @@ class MlflowModels:
 
         Later commits do not count, so the versions get the same numbers when a run is sent again.
         """
-        checkpoint = commits.checkpoint(version)
+        checkpoint = commits.commits["checkpoint"].get(version)
         evals = [c for _, c in commits.evaluations(range(version, version + 1)) if c.created_at <= at]
         if checkpoint is None or checkpoint[1].created_at > at or not evals or commits.is_copy(*checkpoint):
             return

@@ -33,23 +33,21 @@ from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.secrets import redact_url
 from penstock.storage.store import origin_roles
 from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, short_fingerprint
-from penstock.storage.tracking.mlflow.mlflow_overview import (
-    ROUNDS,
-    SECTION,
-    describe_results,
-    overview_points,
-    runs_url,
-    store_view,
-)
 from penstock.storage.tracking.mlflow.mlflow_runs import (
     CHARTS,
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
+    ROUNDS,
+    SECTION,
     Link,
     MlflowRuns,
     chunks,
+    describe_results,
+    overview_points,
     replace_forbidden_characters,
+    runs_url,
+    store_view,
     to_mlflow,
 )
 from penstock.storage.tracking.mlflow.mlflow_samples import (
@@ -439,7 +437,7 @@ class MlflowTracker(Tracker):
 
     def _policy(self, version: int, commits: RunCommits) -> LoggedModel | None:
         """Return the logged model of a policy version: a checkpoint, or the base model for version 0."""
-        if checkpoint := commits.checkpoint(version):
+        if checkpoint := commits.commits["checkpoint"].get(version):
             return self.models.of_commit(*checkpoint)
         return self.run_page.base_model if version == 0 else None
 
