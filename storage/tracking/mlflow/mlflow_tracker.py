@@ -355,8 +355,8 @@ class MlflowTracker(Tracker):
         links = [self.models.link("output", model)]
         previewed = [c for k, c in rollouts if c.state.get("shown") and not commits.is_copy(k, c)]
         for rollout in previewed[-_MAX_SHARD_LINKS:]:
-            page = self.runs.url("runs", main_run, f"/artifacts/{_samples_path(rollout)}")
-            links.append(Link("samples of the rollouts", f"{rollout.index:06d}", page))
+            table = self.runs.url("runs", main_run, f"/artifacts/{_samples_path(rollout)}")
+            links.append(Link("samples of the rollouts", f"{rollout.index:06d}", table))
         if before := self._policy(commits.previous_checkpoint(commit.index), commits):
             self.client.log_inputs(child, models=[LoggedModelInput(before.model_id)])
             self.models.add_links(before, [Link("trained in", *here)])
@@ -452,8 +452,8 @@ class MlflowTracker(Tracker):
             inputs.append(dataset_input(dataset, "prompts"))
             if rows:
                 previews[f"prompts/{dataset.name}-{dataset.digest}.json"] = rows
-        if rows := commit.state.get("shown"):
-            previews[_samples_path(commit)] = rows
+        if shown := commit.state.get("shown"):
+            previews[_samples_path(commit)] = shown
         return inputs, previews
 
     def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
