@@ -26,7 +26,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils import mlflow_tags
 
 from penstock.storage.champions import Policy, read_decisions
-from penstock.storage.commit import Commit, commit_key, eval_rewards, is_run_name
+from penstock.storage.commit import Commit, attempt_in_path, commit_key, eval_rewards, is_run_name
 from penstock.storage.tracking.mlflow.mlflow_runs import Link, MlflowRuns, link_tags
 from penstock.storage.tracking.tracker import RunCommits
 
@@ -77,19 +77,17 @@ class MlflowModels:
         )
 
     def of_source(self, path: str) -> LoggedModel:
-        """Return the logged model of a source model outside of the store. It is created if missing."""
+        """Return the logged model of the files from which a model was converted: an export or checkpoint of a run, if
+        MLflow or the store has it, else a source model outside of the store, which is created if missing."""
+        if attempt := attempt_in_path(path):
+            if model := self._find("penstock.attempt", attempt):
+                return model
+            store, prefix = self.runs.run.store, attempt.rpartition("/")[0]
+            if commit := store.committed(prefix) if store else None:
+                return self.of_commit(commit_key(prefix), commit)
         name = f"source-{PurePosixPath(path).name}"
         id = hashlib.sha256(path.encode()).hexdigest()[:16]
         return self._find_or_create(("penstock.source", id), name, "source model", {"uri": path[:_MAX_PARAM]})
-
-    def of_attempt(self, attempt: str) -> LoggedModel | None:
-        """Return the logged model of the files in `attempt`, a directory in the store, or None if neither MLflow nor
-        the store has the model."""
-        if model := self._find("penstock.attempt", attempt):
-            return model
-        store, prefix = self.runs.run.store, attempt.rpartition("/")[0]
-        commit = store.committed(prefix) if store else None
-        return self.of_commit(commit_key(prefix), commit) if commit else None
 
     def add_links(self, model: LoggedModel, links: list[Link]) -> None:
         """Add links to the page of a logged model."""

@@ -25,7 +25,6 @@ from penstock.storage.commit import (
     CheckpointRef,
     Commit,
     RunKeys,
-    attempt_in_path,
     evaluation_rewards,
     training_rewards,
 )
@@ -186,10 +185,7 @@ class RunPage:
         self.models.log_output(run_id, model)
         links = [self.models.link("output", model)]
         here = Link("converted by", name, self.runs.url("runs", run_id))
-        paths = [commit.inputs[role] for role in _SOURCES if role in commit.inputs]
-        attempts = [attempt_in_path(path) for path in paths]  # None: not an export or checkpoint of a run
-        found = [self.models.of_attempt(attempt) if attempt else None for attempt in attempts]
-        sources = [model or self.models.of_source(path) for model, path in zip(found, paths, strict=True)]
+        sources = [self.models.of_source(commit.inputs[role]) for role in _SOURCES if role in commit.inputs]
         for source in sources:
             self.client.log_inputs(run_id, models=[LoggedModelInput(source.model_id)])
             self.models.add_links(source, [here, self.models.link("converted to", model)])
