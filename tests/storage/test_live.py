@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_run import commit_samples
 
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history import run_status
@@ -18,7 +19,6 @@ from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.report import live
 from penstock.storage.report.live import LiveRun, best_and_worst
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -281,18 +281,10 @@ def test_damaged_status_hides_nothing_else(store: Store) -> None:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def commit_samples(store: Store, r: int, samples: list[Sample]) -> None:
-    attempt = store.new_attempt(KEYS.rollout_prefix(r))
-    with store.writing(attempt) as out:
-        write_shards(out.path, samples)
-    commit_rollout(store, r, attempt=attempt, files=out.files)
-
-
 def test_demonstrations_without_rewards_are_shown(store: Store) -> None:
     run = live_run(store)
-    commit_samples(
-        store, 0, [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
-    )
+    samples = [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
+    commit_samples(store, KEYS.rollout_prefix(0), samples, kind="rollout", run="r")
     answer(run)
     shown = run.samples()
     assert shown is not None and shown["page"]["id"] == [str(k) for k in range(6)]
@@ -324,7 +316,7 @@ def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch
             )
             for k in range(8)
         ]  # fmt: skip
-        commit_samples(store, r, samples)
+        commit_samples(store, KEYS.rollout_prefix(r), samples, kind="rollout", run="r", index=r)
         answer(run)
         shown = run.samples()
         assert run.samples() is shown
