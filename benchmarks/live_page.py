@@ -33,7 +33,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.storage.commit import Commit, RunKeys, commit_key
-from penstock.storage.history import commit_feed
+from penstock.storage.history import run_status
 from penstock.storage.history.run_record import Start, record_start
 from penstock.storage.history.run_status import RunStatus
 from penstock.storage.leases import Lease, new_driver_lease_key
@@ -138,7 +138,7 @@ def measure_server(server: PageServer, store: Store, keys: RunKeys, options: arg
         "complete_answer_bytes": size,
     }
     figures["unchanged"] = repeat(lambda: None, answer["cursor"])
-    commit_feed.LISTING_SECONDS = 0.0
+    run_status.LISTING_SECONDS = 0.0
     figures["unchanged_with_listing"] = repeat(lambda: None, answer["cursor"])
     rounds = iter(range(options.rounds, options.rounds + options.repeats))
     figures["new_round"] = repeat(

@@ -74,16 +74,6 @@ class Decision(Frozen):
         return f"{self.action}{' (forced)' if self.forced else ''}: {conditions}"
 
 
-def policies_of(decisions: list[Decision]) -> list[Policy]:
-    """Return the policies that decisions name as candidate or champion, in order, each once."""
-    return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
-
-
-def list_models(store: Store) -> list[str]:
-    """Return the names of the models about which the store has decisions."""
-    return [name for name in store.list("registry") if is_run_name(name)]
-
-
 def read_decisions(store: Store, model: str) -> list[Decision]:
     """Return all decisions about a model, oldest first."""
     directory = model_prefix(model)

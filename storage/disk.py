@@ -44,31 +44,30 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     """Write a file atomically and fsync it, unless it exists. Return whether this call wrote it. With `single_writer`,
     the file system needs no hard links, but no other process may create `target`."""
+
+    def link(temporary: Path) -> bool:
+        if single_writer:  # works without hard links
+            if target.exists():
+                return False
+            temporary.rename(target)
+            return True
+        try:
+            os.link(temporary, target)
+        except OSError as error:
+            # If an NFS reply is lost, the client repeats the request and gets EEXIST although the first request
+            # succeeded. A link count of 2 proves that the first one succeeded (see open(2)).
+            if os.stat(temporary).st_nlink == 2:
+                return True
+            if error.errno == errno.EEXIST:
+                return False
+            raise
+        return True
+
     with translate_disk_full(target.parent):
-        created = _publish(target, data, lambda temporary: _link_or_rename(temporary, target, single_writer), sync=True)
+        created = _publish(target, data, link, sync=True)
         if created:
             fsync(target.parent)
     return created
-
-
-def _link_or_rename(temporary: Path, target: Path, single_writer: bool) -> bool:
-    """Make the file `temporary` visible as `target`. Return False if `target` exists."""
-    if single_writer:  # works without hard links
-        if target.exists():
-            return False
-        temporary.rename(target)
-        return True
-    try:
-        os.link(temporary, target)
-    except OSError as error:
-        # If an NFS reply is lost, the client repeats the request and gets EEXIST although the first request succeeded.
-        # A link count of 2 proves that the first one succeeded (see open(2)).
-        if os.stat(temporary).st_nlink == 2:
-            return True
-        if error.errno == errno.EEXIST:
-            return False
-        raise
-    return True
 
 
 def replace(target: Path, data: bytes) -> None:
@@ -158,7 +157,10 @@ def delete(paths: Iterable[Path], root: Path) -> None:
     for directory in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         while directory != root and remove_if_empty(directory):
             directory = directory.parent
-        _fsync_nearest(directory)  # makes these deletions durable before any later one
+        for existing in (directory, *directory.parents):  # another process may have removed the directory
+            with suppress(FileNotFoundError):
+                fsync(existing)  # makes these deletions durable before any later one
+                break
 
 
 def remove_if_empty(directory: Path) -> bool:
@@ -166,14 +168,6 @@ def remove_if_empty(directory: Path) -> bool:
     with suppress(OSError):  # the directory is not empty, or another process has removed it
         directory.rmdir()
     return not directory.exists()
-
-
-def _fsync_nearest(directory: Path) -> None:
-    """Call fsync for a directory or, if another process has removed it, for its nearest existing parent."""
-    try:
-        fsync(directory)
-    except FileNotFoundError:
-        _fsync_nearest(directory.parent)
 
 
 def fsync(path: str | Path) -> None:
@@ -249,7 +243,7 @@ def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
             raise size_mismatch_error(str(path), record.bytes, size)
         xxh3 = hash_file(path)
         if xxh3 != record.xxh3:
-            raise hash_mismatch_error(str(path), record.xxh3, xxh3)
+            raise StoreError(f"{path} has hash {xxh3}, but was committed with {record.xxh3}: restore it from a backup")
 
     map_in_threads(verify, files, _NUM_READERS)
 
@@ -268,11 +262,6 @@ def size_mismatch_error(path: str, expected: int, size: int | None) -> StoreErro
     """Return the error for a committed file that is missing (`size` is None) or does not have its committed size."""
     state = "is missing" if size is None else f"has {size} bytes"
     return StoreError(f"{path} {state}, but was committed with {expected} bytes: restore it from a backup")
-
-
-def hash_mismatch_error(path: str, expected: str, found: str) -> StoreError:
-    """Return the error for a committed file whose content has changed."""
-    return StoreError(f"{path} has hash {found}, but was committed with {expected}: restore it from a backup")
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:

@@ -23,6 +23,7 @@ from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import has_credentials
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 NUM_REQUESTS = 16  # concurrent small requests to an object store
 _NUM_PROBES = 2  # tries of each probe request; few, so that a wrong address is reported soon
@@ -90,9 +91,9 @@ class FileStore:
     def read(self, key: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
         try:
-            return self._access_with_retries(
-                lambda: disk.read_file(self.path(key)) if self.is_local else objects.read(self.fs, self.path(key)), key
-            )
+            if self.is_local:
+                return self._access_with_retries(lambda: disk.read_file(self.path(key)), key)
+            return self._access_with_retries(lambda: objects.read(self.fs, self.path(key)), key)
         except FileNotFoundError:
             return None
 
@@ -107,16 +108,22 @@ class FileStore:
 
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist."""
-        return objects.size(self.fs, self.path(key))
+        info = self._info(key)
+        return None if info is None or info["type"] == "directory" else info["size"]
 
     def modified(self, key: str) -> float | None:
         """Return when a file was modified (seconds since the epoch, by the store's clock), or None if it is missing."""
+        info = self._info(key)
+        return None if info is None else objects.modification_time(info)
 
-        def request() -> float | None:
-            try:
-                return objects.modification_time(self.fs.info(self.path(key)))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+    def _info(self, key: str) -> dict[str, Any] | None:
+        """Return what fsspec reports about a file or directory, or None if it does not exist."""
+
+        def request() -> dict[str, Any] | None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                info: dict[str, Any] = self.fs.info(self.path(key))
+                return info
+            return None
 
         return self._access_with_retries(request, key)
 
@@ -166,7 +173,11 @@ class FileStore:
             with suppress(FileNotFoundError):
                 self._access_with_retries(lambda: self.fs.rm_file(self.path(key)), key)
 
-        disk.map_in_threads(remove, keys, NUM_REQUESTS)
+        self.map_requests(remove, keys)
+
+    def map_requests(self, request: Callable[[Item], T], items: Iterable[Item]) -> builtins.list[T]:
+        """Return the results of `request` for all items in their order. Requests to an object store are concurrent."""
+        return disk.map_in_threads(request, items, 1 if self.is_local else NUM_REQUESTS)
 
     def remove_empty_directories(self, prefix: str) -> None:
         """Remove the empty directories under `prefix`. Does nothing unless the store is local."""
@@ -184,20 +195,20 @@ class FileStore:
             created = self.create(key, data, num_tries=_NUM_PROBES)
             again = self.create(key, data[::-1], num_tries=_NUM_PROBES)
             self.delete([key])
-        except (NotImplementedError, TypeError) as error:  # TypeError: an old fsspec driver without `mode="create"`
-            raise StoreError(f"store {self.uri!r} has no conditional create, {advice}") from error
-        except StoreError as error:
-            raise StoreError(
-                f"store {self.uri!r} does not respond ({error}): check its address and the network"
-            ) from error
+            problem = "" if created and not again else f"accepts a second create of the same key, {advice}"
+            cause: Exception | None = None
         except Exception as error:  # fsspec drivers have their own error types
-            if self.is_local and getattr(error, "errno", None) in disk.NO_HARD_LINKS:
-                raise StoreError(f"store {self.uri!r} is on a file system without hard links, {advice}") from error
-            raise StoreError(
-                f"store {self.uri!r} is not writable ({error}): pass a --store that this user may write to"
-            ) from error
-        if not created or again:
-            raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {advice}")
+            cause = error
+            if isinstance(error, NotImplementedError | TypeError):  # TypeError: an old driver without `mode="create"`
+                problem = f"has no conditional create, {advice}"
+            elif isinstance(error, StoreError):
+                problem = f"does not respond ({error}): check its address and the network"
+            elif self.is_local and getattr(error, "errno", None) in disk.NO_HARD_LINKS:
+                problem = f"is on a file system without hard links, {advice}"
+            else:
+                problem = f"is not writable ({error}): pass a --store that this user may write to"
+        if problem:
+            raise StoreError(f"store {self.uri!r} {problem}") from cause
 
     def _access_with_retries(self, call: Callable[[], T], key: str) -> T:
         """Return the result of `call`, an access to `key`; retry transient failures of object stores. Raises

@@ -25,14 +25,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.storage import disk
 from penstock.storage.commit import JOURNAL, Commit, RunKeys, split_stage_key
 from penstock.storage.errors import StoreError
-from penstock.storage.file_store import NUM_REQUESTS, FileStore
+from penstock.storage.failpoints import failpoint
+from penstock.storage.file_store import FileStore
 
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
@@ -101,8 +101,8 @@ def describe_live_drivers(
     if not others:
         return []
     now = store_time(store)
-    drivers = (describe_lease_holder(store, lease, now, of_driver=True, is_here=is_here) for lease in others)
-    return [driver for driver in drivers if driver]
+    holders = (describe_lease_holder(store, lease, now, of_driver=True, is_here=is_here) for lease in others)
+    return [holder for holder in holders if holder]
 
 
 def describe_lease_holder(
@@ -214,31 +214,12 @@ def writer_lease(store: FileStore, attempt: str) -> Iterator[None]:
     lease.stop_renewing()
 
 
-@dataclass(frozen=True)
-class Seal:
-    """The claim file (`claim_key`) with the content SEALED, created by a writer right before it commits its attempt;
-    `penstock gc` keeps a sealed attempt."""
-
-    store: FileStore
-    attempt: str
-    at: float  # creation time by _CLOCK
-
-    def raise_if_expired(self) -> None:
-        """Raise StoreError if the seal is older than SEAL_LIMIT / 2 (`penstock gc` ignores it after SEAL_LIMIT)."""
-        if time.clock_gettime(_CLOCK) - self.at > SEAL_LIMIT / 2:
-            raise StoreError(
-                f"{self.attempt} was not committed within {SEAL_LIMIT / 2:.0f} s after its claim was created (this "
-                "process may have been suspended): rerun the stage"
-            )
-
-    def release(self) -> None:
-        """Delete the attempt's lease and claim files, after the commit."""
-        _delete_keys_or_warn(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
-
-
-def seal_attempt_against_deletion(store: FileStore, commit: Commit) -> Seal:
-    """Claim the commit's attempt (claim file with the content SEALED), so that `penstock gc` cannot delete it, and
-    check that the files of the commit still exist. Raises StoreError if the stage must be rerun."""
+@contextmanager
+def sealed_against_deletion(store: FileStore, commit: Commit) -> Iterator[None]:
+    """Claim the commit's attempt (claim file with the content SEALED), so that `penstock gc` keeps it, and check that
+    its files still exist; the block then commits it. After the block, delete the attempt's lease and claim. Raises
+    StoreError if the stage must be rerun."""
+    failpoint("commit-before-seal")
     attempt = commit.attempt
     assert attempt is not None
     key, at = claim_key(attempt), time.clock_gettime(_CLOCK)
@@ -251,9 +232,7 @@ def seal_attempt_against_deletion(store: FileStore, commit: Commit) -> Seal:
                 f"`penstock gc` claimed {attempt} for deletion before it was committed: rerun the stage (if "
                 "that gc was killed, `penstock gc --delete --older-than 0` deletes the remaining files)"
             )
-    sizes = disk.map_in_threads(
-        lambda record: store.size(record.path), commit.files, 1 if store.is_local else NUM_REQUESTS
-    )
+    sizes = store.map_requests(lambda record: store.size(record.path), commit.files)
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
             _delete_keys_or_warn(store, [key])
@@ -261,12 +240,19 @@ def seal_attempt_against_deletion(store: FileStore, commit: Commit) -> Seal:
             raise StoreError(
                 f"{record.path} {state}, so it cannot be committed (`penstock gc` may have deleted it): rerun the stage"
             )
-    return Seal(store, attempt, at)
+    failpoint("commit-sealed")
+    if time.clock_gettime(_CLOCK) - at > SEAL_LIMIT / 2:  # `penstock gc` ignores the seal after SEAL_LIMIT
+        raise StoreError(
+            f"{attempt} was not committed within {SEAL_LIMIT / 2:.0f} s after its claim was created (this process may "
+            "have been suspended): rerun the stage"
+        )
+    yield
+    _delete_keys_or_warn(store, [lease_key(attempt), key])
 
 
 def try_claim_for_deletion(store: FileStore, attempt: str, now: float) -> bool:
     """Claim an attempt for deletion by `penstock gc`. Return False if its writer holds a lease, or sealed it
-    (`seal_attempt_against_deletion`) less than SEAL_LIMIT seconds ago.
+    (`sealed_against_deletion`) less than SEAL_LIMIT seconds ago.
 
     The attempt may have been committed before the claim. So the caller must then look for the commit and, if it exists,
     call `withdraw_deletion_claim` instead of deleting.

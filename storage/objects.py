@@ -26,14 +26,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from penstock.storage.commit import FileRecord
-from penstock.storage.disk import (
-    CHUNK,
-    hash_file,
-    hash_mismatch_error,
-    map_in_threads,
-    size_mismatch_error,
-    translate_disk_full,
-)
+from penstock.storage.disk import CHUNK, hash_file, map_in_threads, translate_disk_full
 from penstock.storage.errors import StoreError, StoreFull
 
 T = TypeVar("T")
@@ -115,24 +108,25 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
         try:
             return call()
         except Exception as error:  # fsspec drivers have their own error types
-            if _s3_error_code(error) == "NoSuchBucket":
-                raise StoreError(
-                    f"{operation} failed: the bucket does not exist; correct --store, or create it"
-                ) from error
-            if type(error).__name__ in _CREDENTIAL_ERRORS:
-                raise StoreError(
-                    f"{operation} needs credentials ({error}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-                    "AWS_PROFILE, or give --store-options"
-                ) from error
-            if is_permanent_error(error):
-                raise
             spent = time.monotonic() - start
-            if number == (num_tries or NUM_TRIES) or spent > PATIENCE:
-                raise StoreError(
-                    f"{operation} failed {number} times in {spent:.0f} s, last with {type(error).__name__}: {error}; "
-                    "check that the store is reachable, then run the same command again"
-                ) from error
-            time.sleep(_jitter.uniform(0.0, min(_MAX_PAUSE, _FIRST_PAUSE * 2**number)))
+            if _s3_error_code(error) == "NoSuchBucket":
+                problem = "failed: the bucket does not exist; correct --store, or create it"
+            elif type(error).__name__ in _CREDENTIAL_ERRORS:
+                problem = (
+                    f"needs credentials ({error}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or "
+                    "give --store-options"
+                )
+            elif is_permanent_error(error):
+                raise
+            elif number == (num_tries or NUM_TRIES) or spent > PATIENCE:
+                problem = (
+                    f"failed {number} times in {spent:.0f} s, last with {type(error).__name__}: {error}; check that "
+                    "the store is reachable, then run the same command again"
+                )
+            else:
+                time.sleep(_jitter.uniform(0.0, min(_MAX_PAUSE, _FIRST_PAUSE * 2**number)))
+                continue
+            raise StoreError(f"{operation} {problem}") from error
 
 
 def is_permanent_error(error: Exception) -> bool:
@@ -228,26 +222,19 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
 
 
 def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecord, Path]]) -> None:
-    """Download committed files (path in the store, record, local target) by parallel range requests; verify them."""
+    """Download committed files (path in the store, record, local target), which have their committed sizes, by parallel
+    range requests. Verify their hashes."""
 
     def fetch(path: str, target: Path, start: int, num_bytes: int) -> None:
-        def get_range() -> bytes:
-            data: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
-            if len(data) != num_bytes:
-                raise OSError(
-                    errno.EIO, f"the download was truncated: {len(data)} of {num_bytes} bytes from offset {start}"
-                )
-            return data
-
-        data = call_with_retries(get_range, f"downloading {path}")
+        data = fs.cat_file(path, start=start, end=start + num_bytes)
+        if len(data) != num_bytes:
+            raise OSError(
+                errno.EIO, f"the download was truncated: {len(data)} of {num_bytes} bytes from offset {start}"
+            )
         with translate_disk_full(target.parent), target.open("r+b") as file:
             file.seek(start)
             file.write(data)
 
-    sizes = map_in_threads(lambda job: size(fs, job[0]), files, _NUM_RANGES)
-    for (path, record, _), stored in zip(files, sizes, strict=True):
-        if stored != record.bytes:
-            raise size_mismatch_error(path, record.bytes, stored)
     for _, record, target in files:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
@@ -259,29 +246,18 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
             for path, record, target in pending
             for start in range(0, record.bytes, CHUNK)
         ]
-        map_in_threads(lambda job: fetch(*job), ranges, _NUM_RANGES)
+        map_in_threads(lambda job: call_with_retries(lambda: fetch(*job), f"downloading {job[0]}"), ranges, _NUM_RANGES)
         hashes = map_in_threads(lambda job: hash_file(job[2]), pending, _NUM_RANGES)
         wrong = [(job, xxh3) for job, xxh3 in zip(pending, hashes, strict=True) if xxh3 != job[1].xxh3]
         if not wrong:
             return
         if number == _NUM_DOWNLOADS:
             (path, record, _), xxh3 = wrong[0]
-            raise hash_mismatch_error(path, record.xxh3, f"{xxh3} (downloaded {number} times)")
+            raise StoreError(
+                f"{path} has hash {xxh3} (downloaded {number} times), but was committed with {record.xxh3}: restore it "
+                "from a backup"
+            )
         pending = [job for job, _ in wrong]
-
-
-def size(fs: fsspec.AbstractFileSystem, path: str) -> int | None:
-    """Return the current size of a file in bytes, or None if it does not exist."""
-
-    def request_size() -> int | None:
-        fs.invalidate_cache()  # s3fs caches listings, which lack new files of other processes
-        try:
-            info = fs.info(path)
-        except FileNotFoundError:
-            return None
-        return None if info["type"] == "directory" else info["size"]
-
-    return call_with_retries(request_size, f"looking up {path}")
 
 
 def modification_time(info: dict[str, Any]) -> float:

@@ -21,14 +21,12 @@ import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
 from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
-from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
-from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA, TEACHER_COLUMNS
 from penstock.storage.samples.shards import REGRADED_SCHEMA, TOKENS_SCHEMA
-from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.store import Store, read_stages
 
 if TYPE_CHECKING:
     import duckdb
@@ -186,22 +184,19 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
     contents = Contents(list)
     if is_removed(store, keys):
         return contents
-    record = read_run_record(store, keys)
-    prefixes = committed_prefixes(store, keys)
+    record, stages = read_run_record(store, keys), read_stages(store, keys)
     if record is None:
-        if prefixes:
+        if stages:
             raise RunError(f"{keys.record} is missing, but the run has commits: restore it from a backup")
         return contents
-    commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else NUM_REQUESTS)
-    committed = [(prefix, commit) for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None]
-    kinds = Counter(commit.kind for _, commit in committed)
+    kinds = Counter(commit.kind for commit in stages.values())
     row = record.model_dump(include={"flow", "code_version", "config_hash"})
     row |= {"run": keys.run, "num_rollouts": kinds["rollout"], "num_steps": kinds["step"]}
     row |= {"created_at": _timestamp(record.created_at), "config": json.dumps(record.config)}
     if record.parent:
         row |= {"parent": record.parent.run, "forked_at": record.parent.at}
     contents["runs"].append(row)
-    for prefix, commit in committed:
+    for prefix, commit in stages.items():
         add_commit(contents, store, keys.run, prefix, commit)
     for version in expired_versions(store, keys):
         tombstone = read_tombstone(store, keys.checkpoint_prefix(version))

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import builtins
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.storage import disk, leases, objects
 from penstock.storage.commit import ORIGINS, Commit, FileRecord, RunKeys, commit_key, encode_commit
-from penstock.storage.failpoints import failpoint
-from penstock.storage.file_store import NUM_REQUESTS, FileStore
+from penstock.storage.file_store import FileStore
 
 
 @dataclass
@@ -43,24 +42,15 @@ class Store(FileStore):
     def commit(self, prefix: str, commit: Commit) -> Commit:
         """Publish `commit` and return it, or return the existing commit if another attempt has committed first. Raises
         StoreError if `penstock gc` has deleted the files because the writer was suspended for too long."""
-        seal = None
-        attempt_directory = (commit.attempt or "").rpartition("/")[0]
+        attempt = commit.attempt or ""
         # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. An
         # attempt is a directory below the stage's prefix; for converted models, a directory next to it.
-        if (
-            commit.attempt
-            and leases.needs_lease(commit.attempt)
-            and attempt_directory in (prefix, prefix.rpartition("/")[0])
-        ):
-            failpoint("commit-before-seal")
-            seal = leases.seal_attempt_against_deletion(self, commit)
-            failpoint("commit-sealed")
-            seal.raise_if_expired()
-        created = self.create(commit_key(prefix), encode_commit(commit))
-        existing = commit if created else self.committed(prefix)
-        assert existing is not None, f"the commit record of {prefix} was neither created nor found"
-        if seal is not None:
-            seal.release()
+        is_own = attempt.rpartition("/")[0] in (prefix, prefix.rpartition("/")[0])
+        needs_seal = is_own and leases.needs_lease(attempt)
+        with leases.sealed_against_deletion(self, commit) if needs_seal else nullcontext():
+            created = self.create(commit_key(prefix), encode_commit(commit))
+            existing = commit if created else self.committed(prefix)
+            assert existing is not None, f"the commit record of {prefix} was neither created nor found"
         return existing
 
     # ---- the files of a commit ---------------------------------------------------------------------------------------
@@ -110,6 +100,10 @@ class Store(FileStore):
             yield Path(self.path(commit.attempt))
             return
         with objects.temporary_directory(sum(record.bytes for _, record in wanted)) as scratch:
+            sizes = self.map_requests(lambda file: self.size(file[1].path), wanted)
+            for (_, record), size in zip(wanted, sizes, strict=True):
+                if size != record.bytes:
+                    raise disk.size_mismatch_error(self.path(record.path), record.bytes, size)
             objects.download(
                 self.fs, [(self.path(record.path), record, Path(scratch) / name) for name, record in wanted]
             )
@@ -145,7 +139,7 @@ class Store(FileStore):
         keys = {index: commit_key(f"{prefix}/{index:06d}") for index in sorted(indices)}
         if self.is_local:
             return {index for index, key in keys.items() if Path(self.path(key)).exists()}
-        records = disk.map_in_threads(self.read, keys.values(), NUM_REQUESTS)
+        records = self.map_requests(self.read, keys.values())
         return {index for index, record in zip(keys, records, strict=True) if record is not None}
 
 
@@ -170,7 +164,14 @@ def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
     return prefixes
 
 
+def read_stages(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> dict[str, Commit]:
+    """Return the commits of a run: prefix of the stage -> commit, in the order of `committed_prefixes`. Commits whose
+    keys are in `skip` are not read."""
+    prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
+    commits = store.map_requests(store.committed, prefixes)
+    return {prefix: commit for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None}
+
+
 def read_commits(store: Store, keys: RunKeys) -> list[Commit]:
     """Return all commits of a run in the order of their creation."""
-    commits = [commit for prefix in committed_prefixes(store, keys) if (commit := store.committed(prefix))]
-    return sorted(commits, key=lambda commit: commit.created_at)
+    return sorted(read_stages(store, keys).values(), key=lambda commit: commit.created_at)

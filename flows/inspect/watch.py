@@ -27,9 +27,15 @@ from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, se
 from penstock.flows.terminal.panel import Activity, Panel, end_wait, show_wait
 from penstock.storage.commit import Commit, RunKeys, is_run_name
 from penstock.storage.errors import OptionError, PenstockError
-from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.run_record import read_starts
-from penstock.storage.history.run_status import STATUS_SECONDS, RunState, RunStatus, read_run_status, run_state
+from penstock.storage.history.run_status import (
+    STATUS_SECONDS,
+    CommitFeed,
+    RunState,
+    RunStatus,
+    read_run_status,
+    run_state,
+)
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.report.live import LiveRun
 from penstock.storage.report.page import SHARED_SCRIPTS, UPLOT, read_asset

@@ -47,8 +47,7 @@ from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_options import tracking_uri
-from penstock.storage.tracking.mlflow.mlflow_overview import VIEW_TAG, runs_url
-from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, VIEW, update_artifact_paths
+from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, VIEW, VIEW_TAG, runs_url, update_artifact_paths
 from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts
+from penstock.storage.history.run_record import Start, StartEnd, is_inherited, read_run_record, read_starts
 from penstock.storage.store import Store, read_commits
 
 IDLE = "idle"
@@ -121,9 +121,8 @@ def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
     """Return the commits of a run, except commits that a fork shares with its parent, and except those of `penstock
     regrade`, which are made when no driver is alive."""
     record = read_run_record(store, keys)
-    first_step = record.parent.at if record and record.parent else 0
-    own = (c for c in read_commits(store, keys) if c.listed_kind != "regrade" and c.writer in ("", keys.run))
-    return [commit for commit in own if commit.kind != "step" or commit.index >= first_step]
+    commits = (commit for commit in read_commits(store, keys) if commit.listed_kind != "regrade")
+    return [commit for commit in commits if not is_inherited(keys, record, commit)]
 
 
 def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd | None]]) -> RunCosts:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME, Frozen, RunKeys
+from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME, Commit, Frozen, RunKeys
 from penstock.storage.store import Store
 
 RecordedConfig = dict[str, dict[str, Any]]  # section -> option -> JSON value
@@ -87,6 +87,14 @@ class ScheduleChange(Frozen):
 def read_run_record(store: Store, keys: RunKeys) -> RunRecord | None:
     """Return the record of a run, or None if it has none. Raises StoreError if it is damaged."""
     return store.read_record(RunRecord, keys.record)
+
+
+def is_inherited(keys: RunKeys, record: RunRecord | None, commit: Commit) -> bool:
+    """Return whether a fork shares this commit with its parent. The copied record names the fork as its run, but its
+    files remain in the parent's directory; a step may have no files."""
+    if record is None or record.parent is None:
+        return False
+    return commit.writer != keys.run if commit.attempt else commit.index < record.parent.at
 
 
 def schedule_change_keys(store: Store, keys: RunKeys) -> list[str]:

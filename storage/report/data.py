@@ -16,7 +16,7 @@ from typing import Any
 from penstock.storage.commit import STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.config import entries_of
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs, ran_on_gpus
-from penstock.storage.history.run_record import RunRecord, ScheduleChange, read_starts
+from penstock.storage.history.run_record import RunRecord, ScheduleChange, is_inherited, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, origin_roles, read_commits
@@ -68,6 +68,7 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     ]
     gaps = find_gaps(store, keys, [commit for commit in of_run if not is_inherited(keys, given.record, commit)])
     rounds = collect_rounds(rollouts, steps)
+    evaluated = {task: list(versions) for task, versions in groupby(_evaluations(commits), key=task_of)}
     overview = {
         "header": collect_header(keys, given, rollouts, steps, commits),
         "rounds": rounds,
@@ -76,7 +77,12 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
         "events": collect_events(rounds, stages, gaps, given.changes),
         "evaluations": _scores(commits, "eval"),
         "regrades": _scores(commits, "regrade"),
-        "comparisons": collect_comparisons(store, commits, given.compare),
+        "comparisons": [  # of the last evaluated version with the first one, by data set
+            {"task": task, "first": versions[0].index, "last": versions[-1].index}
+            | given.compare(store, versions[0], versions[-1])
+            for task, versions in evaluated.items()
+            if given.compare is not None and len(versions) > 1
+        ],
         "lineage": collect_lineage(store, keys, given.record, commits),
         "costs": collect_costs(compute_costs(store, keys), stages, given.record.config),
         "options": collect_options(given),
@@ -105,14 +111,6 @@ def collect_rounds(rollouts: Mapping[int, Commit], steps: Mapping[int, Commit]) 
     ]  # fmt: skip
     names = sorted({name for summary in summaries for name in summary})
     return {"round": rounds, "metrics": {name: [summary.get(name) for summary in summaries] for name in names}}
-
-
-def is_inherited(keys: RunKeys, record: RunRecord, commit: Commit) -> bool:
-    """Return whether a fork shares this commit with its parent. The copied record names the fork as its run, but its
-    files remain in the parent's directory; steps have no files."""
-    if record.parent is None:
-        return False
-    return commit.writer != keys.run if commit.attempt else commit.index < record.parent.at
 
 
 def find_gaps(store: Store, keys: RunKeys, commits: list[Commit]) -> list[dict[str, Any]]:
@@ -215,17 +213,6 @@ def _scores(commits: Iterable[Commit], kind: str) -> list[dict[str, Any]]:
             "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
         }
         for commit in _evaluations(commits, kind)
-    ]
-
-
-def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compare | None) -> list[dict[str, Any]]:
-    """Return, for every data set with two evaluated versions, the comparison of the last with the first version."""
-    by_task = {task: list(versions) for task, versions in groupby(_evaluations(commits), key=task_of)}
-    return [
-        {"task": task, "first": versions[0].index, "last": versions[-1].index}
-        | compare(store, versions[0], versions[-1])
-        for task, versions in by_task.items()
-        if compare is not None and len(versions) > 1
     ]
 
 

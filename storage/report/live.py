@@ -16,11 +16,24 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.storage.commit import Commit, RunKeys, model_title
-from penstock.storage.history.commit_feed import CommitFeed
 from penstock.storage.history.costs import ran_on_gpus
-from penstock.storage.history.run_record import RunRecord, Start, StartEnd, read_run_record, read_starts
-from penstock.storage.history.run_status import SILENT_SECONDS, RunState, RunStatus, read_run_status, run_state
-from penstock.storage.report.data import is_inherited, task_of, to_json_number
+from penstock.storage.history.run_record import (
+    RunRecord,
+    Start,
+    StartEnd,
+    is_inherited,
+    read_run_record,
+    read_starts,
+)
+from penstock.storage.history.run_status import (
+    SILENT_SECONDS,
+    CommitFeed,
+    RunState,
+    RunStatus,
+    read_run_status,
+    run_state,
+)
+from penstock.storage.report.data import task_of, to_json_number
 from penstock.storage.report.page import STATUSES, ReportSamples
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
@@ -134,7 +147,7 @@ class LiveRun:
             values = [commit.summary.get(f"eval/{task}{end}") for end in ("", "-ci_low", "-ci_high")]
             mean, low, high = (None if value is None else to_json_number(value) for value in values)
             self.evaluations.append({"task": task, "version": index, "mean": mean, "low": low, "high": high})
-        if self.record is None or not is_inherited(self.keys, self.record, commit):
+        if not is_inherited(self.keys, self.record, commit):
             stage = {"kind": kind, "index": index, "start": commit.started_at, "end": commit.created_at}
             self._stages[kind].append(stage | {"task": task_of(commit) if kind == "eval" else ""})
         newest = self.newest.get(kind)

@@ -26,7 +26,7 @@ from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.history.costs import costs_at_end
 from penstock.storage.maintenance.deletion import expired_versions, read_tombstone
 from penstock.storage.secrets import mask_secrets, redact
-from penstock.storage.store import Store, committed_prefixes, read_commits
+from penstock.storage.store import Store, read_commits, read_stages
 from penstock.storage.tracking.tracker import (
     Committed,
     MetricsLogged,
@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> list[Committed]:
     """Return a run's commits in the order of creation, also of expired checkpoints, but not of the keys in `skip`."""
-    prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
-    commits = {commit_key(prefix): commit for prefix in prefixes if (commit := store.committed(prefix))}
+    commits = read_stages(store, keys, skip=skip)
     for version in expired_versions(store, keys):
         prefix = keys.checkpoint_prefix(version)
         if commit_key(prefix) not in skip and (tombstone := read_tombstone(store, prefix)):
-            commits.setdefault(commit_key(prefix), tombstone.commit)
-    return sorted((Committed(key, c.created_at, c) for key, c in commits.items()), key=lambda record: record.at)
+            commits.setdefault(prefix, tombstone.commit)
+    records = (Committed(commit_key(prefix), commit.created_at, commit) for prefix, commit in commits.items())
+    return sorted(records, key=lambda record: record.at)
 
 
 def read_cost_metrics(
@@ -327,7 +327,13 @@ class Delivery:
             self.wake.clear()
             try:
                 if tracker is None:
-                    tracker, commits, position = self._connect(), RunCommits(), 0
+                    if not self._outbox.try_lock():
+                        raise BlockingIOError(
+                            "another process is delivering this run's outbox: wait until that process ends, or stop it"
+                        )
+                    tracker, commits, position = tracker_of(self.uri).connect(self.uri, self.run), RunCommits(), 0
+                    if tracker.wants_all:
+                        self._outbox.mark_delivered(0)
                 position = self._deliver(tracker, commits, position)
                 if self.problem is not None:
                     logger.warning("%s is available again; all waiting records were delivered", self.name)
@@ -350,17 +356,6 @@ class Delivery:
             if closing:
                 break
         self._outbox.unlock()
-
-    def _connect(self) -> Tracker:
-        """Return a connection to the tracker, with the delivery lock held."""
-        if not self._outbox.try_lock():
-            raise BlockingIOError(
-                "another process is delivering this run's outbox: wait until that process ends, or stop it"
-            )
-        tracker = tracker_of(self.uri).connect(self.uri, self.run)
-        if tracker.wants_all:
-            self._outbox.mark_delivered(0)
-        return tracker
 
     def _deliver(self, tracker: Tracker, commits: RunCommits, offset: int) -> int:
         """Read the outbox from the byte `offset` on, add its commits to `commits`, and deliver the undelivered lines in

@@ -14,11 +14,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic import model_validator
 
 from penstock.storage.config import option
 from penstock.storage.errors import OptionError
@@ -55,11 +53,7 @@ class TensorBoardTracker(Tracker):
         logging.getLogger("tensorboard").setLevel(logging.CRITICAL)  # TensorBoard would warn about truncated files
         self._written: set[Key] = {(tag, step, at) for tag, step, at, _ in read_values(self.directory)}
         self._writer: Any = None  # EventFileWriter of this process, created with its first event
-
-    @property
-    def page(self) -> str | None:
-        """Return the URL of the directory, which `tensorboard --logdir` shows."""
-        return self.directory.as_uri()
+        self.page = self.directory.as_uri()  # `tensorboard --logdir` shows this directory
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Write the metrics, configs and sample previews in records, except what the event files already contain."""
@@ -102,6 +96,7 @@ class TensorBoardOptions(OptionsOfTracker):
 
     scheme: ClassVar[str] = "tensorboard"
     title: ClassVar[str] = "TensorBoard"
+    connect: ClassVar[Callable[[str, TrackedRun], Tracker]] = TensorBoardTracker
 
     use_tensorboard: bool = option(False, mutability="placement")
     """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""
@@ -115,11 +110,6 @@ class TensorBoardOptions(OptionsOfTracker):
 
     tb_experiment_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
     """With --use-tensorboard: directory for the runs of an experiment, inside the directory of --tb-project-name."""
-
-    @staticmethod
-    def connect(uri: str, run: TrackedRun) -> Tracker:
-        """Return the connection of a run."""
-        return TensorBoardTracker(uri, run)
 
     def uri_of(self, store: Store) -> str | None:
         """Return the tracking URI, whose path is --tb-dir, TENSORBOARD_DIR, or `tensorboard` in the store, followed by
@@ -138,11 +128,6 @@ class TensorBoardOptions(OptionsOfTracker):
                 raise OptionError(
                     f"--tb-dir {self.tb_dir[:80]!r} is a URI, but a local directory is needed: give its path"
                 )
-
-    @model_validator(mode="after")
-    def _check_tensorboard(self) -> TensorBoardOptions:
-        self.check_companions("use_tensorboard", "tb_")
-        return self
 
 
 def read_values(directory: Path) -> Iterator[tuple[str, int, float, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,10 +199,6 @@ class RunCommits:
                 return f"eval-{commit.index:06d}-{eval_name_from_key(key)}"
         return f"{commit.kind}-{commit.index:06d}"
 
-    def checkpoint(self, version: int) -> KeyAndCommit | None:
-        """Return key and commit of the checkpoint of policy `version`, or None if the run has not saved one."""
-        return self.commits["checkpoint"].get(version)
-
     def previous_checkpoint(self, version: int) -> int:
         """Return the policy version of the last checkpoint before `version`, or 0, the base model."""
         return max((index for index in self.commits["checkpoint"] if index < version), default=0)
@@ -239,10 +235,7 @@ class Tracker(Protocol):
     wants_all: bool = False
     # Whether the tracker may lose delivered records if the process is killed before it has delivered the run's end.
     buffers: ClassVar[bool] = False
-
-    @property
-    def page(self) -> str | None:
-        """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
+    page: str | None = None  # URL of the run in the tracker's UI; None if there is no UI or no run yet
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records in the given order. `commits` has all commits of the run up to the last one in `records`. A
@@ -262,26 +255,14 @@ class OptionsOfTracker(StageConfig):
     scheme: ClassVar[str]  # of the tracker's URIs
     title: ClassVar[str]  # name of the tracker in log lines
 
-    @staticmethod
-    def connect(uri: str, run: TrackedRun) -> Tracker:
-        """Return the connection of a run to the tracker at a tracking URI."""
-        raise NotImplementedError
+    connect: ClassVar[Callable[[str, TrackedRun], Tracker]]  # returns the connection of a run to the tracker at a URI
 
     def uri_of(self, store: Store) -> str | None:
         """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
-        raise NotImplementedError
+        return None
 
     def check_options(self) -> None:
         """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
-
-    def check_companions(self, switch: str, prefix: str) -> None:
-        """Check that options whose names begin with `prefix` are only given if `switch` selects the tracker."""
-        if getattr(self, switch):
-            return
-        for name in sorted(self.model_fields_set):
-            if name.startswith(prefix) and getattr(self, name) != type(self).model_fields[name].default:
-                flag, needed = (f"--{option.replace('_', '-')}" for option in (name, switch))
-                raise OptionError(f"{flag} has no effect without {needed}: add {needed}, or omit {flag}")
 
 
 # ---- local files and packages ----------------------------------------------------------------------------------------

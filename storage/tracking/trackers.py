@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from pydantic import model_validator
+
+from penstock.storage.errors import OptionError
 from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tensorboard import TensorBoardOptions
 from penstock.storage.tracking.tracker import OptionsOfTracker, TrackedRun
@@ -17,6 +20,16 @@ if TYPE_CHECKING:
 
 class TrackerOptions(MlflowOptions, TensorBoardOptions, WandbOptions):
     """The options of all trackers. Each base is a row of the table."""
+
+    @model_validator(mode="after")
+    def _check_companions(self) -> TrackerOptions:
+        """Check that options of a tracker are only given if the tracker is used."""
+        for name in sorted(self.model_fields_set):
+            switch = {"tb": "use_tensorboard", "wandb": "use_wandb"}.get(name.partition("_")[0])
+            if switch and not getattr(self, switch) and getattr(self, name) != type(self).model_fields[name].default:
+                flag, needed = (f"--{option.replace('_', '-')}" for option in (name, switch))
+                raise OptionError(f"{flag} has no effect without {needed}: add {needed}, or omit {flag}")
+        return self
 
 
 # Scheme of the tracking URI, also the name in `penstock report --to` -> row.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import netrc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -60,13 +60,9 @@ class WandbTracker(Tracker):
         self.directory = Path(self.options["dir"])
         self.run_id = self.options.get("id", run.identity)
         self._online = self.options.get("mode") != "offline"
-        self._page: str | None = None
         self._client: Any = None  # wandb.Run, opened when the first record is sent
-
-    @property
-    def page(self) -> str | None:
-        """Return the URL of the run; offline, the URL of the directory with the files for `wandb sync`."""
-        return self._page if self._online else (self.directory / "wandb").as_uri()
+        if not self._online:
+            self.page = (self.directory / "wandb").as_uri()  # files for `wandb sync`
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send the records, each as one row."""
@@ -135,7 +131,7 @@ class WandbTracker(Tracker):
         self._client.define_metric(STEP)
         self._client.define_metric("*", step_metric=STEP)
         if self._online:
-            self._page = self._client.url
+            self.page = self._client.url
 
 
 class WandbOptions(OptionsOfTracker):
@@ -143,6 +139,7 @@ class WandbOptions(OptionsOfTracker):
 
     scheme: ClassVar[str] = "wandb"
     title: ClassVar[str] = "W&B"
+    connect: ClassVar[Callable[[str, TrackedRun], Tracker]] = WandbTracker
 
     use_wandb: bool = option(False, mutability="placement")
     """Also send metrics to Weights & Biases; needs the extra `wandb`."""
@@ -171,11 +168,6 @@ class WandbOptions(OptionsOfTracker):
 
     wandb_run_id: str | None = option(None, mutability="placement", pattern=r"^[\w-]{1,64}$")
     """With --use-wandb: id of the W&B run, new or existing; default: the unique id of the Penstock run."""
-
-    @staticmethod
-    def connect(uri: str, run: TrackedRun) -> Tracker:
-        """Return the connection of a run."""
-        return WandbTracker(uri, run)
 
     def uri_of(self, store: Store) -> str | None:
         """Return the tracking URI, which may contain the API key, or None if W&B is not used."""
@@ -219,7 +211,6 @@ class WandbOptions(OptionsOfTracker):
                 "--wandb-key must be a reference to the API key, not the key itself, since options are recorded: give "
                 "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
             )
-        self.check_companions("use_wandb", "wandb_")
         return self
 
 

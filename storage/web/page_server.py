@@ -81,13 +81,10 @@ class PageServer(ThreadingHTTPServer):
         self.server_close()
         self._thread.join()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a request in a thread. Connections above MAX_CONNECTIONS are closed: any local user can open them, and
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return False for connections above MAX_CONNECTIONS, which are then closed: any local user can open them, and
         the process may be the driver of a run."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -112,7 +109,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        if not self._is_own():
+        hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
+        # A request must be for this machine (perhaps at the port of an SSH forward), and, if a page sends it, for the
+        # server of that page.
+        is_own = False
+        with suppress(ValueError):  # an invalid header
+            is_loopback = len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
+            is_own = is_loopback and all(origin == f"http://{hosts[0]}" for origin in origins)
+        if not is_own:
             self._send(HTTPStatus.FORBIDDEN, ("text/plain", b"foreign Host or Origin\n"))
         elif parts.path.startswith("/open/"):
             self._open(parts.path.removeprefix("/open/"), parts.query)
@@ -133,15 +137,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.OK, content)
 
     do_HEAD = do_GET
-
-    def _is_own(self) -> bool:
-        """Return whether the request is for this machine and from a page of this server, if it is from a page. The
-        port may be another one, that of an SSH forward."""
-        hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
-        with suppress(ValueError):  # an invalid header
-            is_loopback = len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
-            return is_loopback and all(origin == f"http://{hosts[0]}" for origin in origins)
-        return False
 
     def _is_logged_in(self) -> bool:
         cookie: SimpleCookie = SimpleCookie()

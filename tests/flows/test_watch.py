@@ -22,7 +22,7 @@ from penstock.flows.inspect import watch
 from penstock.flows.inspect.watch import RemotePanel, WatchedRuns, serving_run, watch_in_terminal
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.history import commit_feed
+from penstock.storage.history import run_status
 from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.history.run_status import RunStatus
 from penstock.storage.leases import Lease, new_driver_lease_key
@@ -39,7 +39,7 @@ needs_browser = pytest.mark.skipif(installed_browser() is None, reason="no chrom
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store with the run `r`: two rounds, an evaluation."""
-    for module, name in ((live, "RECORDS_SECONDS"), (commit_feed, "LISTING_SECONDS"), (watch, "LIST_SECONDS")):
+    for module, name in ((live, "RECORDS_SECONDS"), (run_status, "LISTING_SECONDS"), (watch, "LIST_SECONDS")):
         monkeypatch.setattr(module, name, 0.0)
     store = Store(str(tmp_path / "store"))
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 2, score=(0,))

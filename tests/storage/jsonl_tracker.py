@@ -32,10 +32,7 @@ class JsonlTracker(Tracker):
         self.wants_all = not self.path.exists()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.lines = {tuple(json.loads(line)[:4]): json.loads(line)[4] for line in lines}
-
-    @property
-    def page(self) -> str | None:
-        return self.path.as_uri()
+        self.page = self.path.as_uri()
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         for record in records:

@@ -1,6 +1,7 @@
 """Make a complete run without an engine: real data source, shards and commits; the weights are arbitrary bytes."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig, config_hash, derive
@@ -99,11 +100,37 @@ def commit_files(store: Store, prefix: str, files: dict[str, bytes], **fields) -
     return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
 
 
-def commit_samples(store: Store, prefix: str, samples: list[Sample], **fields) -> Commit:
+def commit_samples(
+    store: Store, prefix: str, samples: list[Sample], more: dict[str, list[Sample]] | None = None, **fields
+) -> Commit:
+    """Commit a stage with shards: `samples` in the shard `part`, others by name in `more`."""
     attempt = store.new_attempt(prefix)
     with store.writing(attempt) as out:
-        write_shards(out.path, samples)
+        for name, rows in {"part": samples, **(more or {})}.items():
+            write_shards(out.path, rows, name)
     return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
+
+
+class DyingStore(Store):
+    """A store whose process dies before its change number `left`; each created and each deleted file counts."""
+
+    def __init__(self, store: Store, left: int) -> None:
+        super().__init__(store.uri, probe=False)
+        self.left = left
+
+    def create(self, key: str, data: bytes) -> bool:
+        self._count()
+        return super().create(key, data)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._count()
+            super().delete([key])
+
+    def _count(self) -> None:
+        if self.left <= 0:
+            raise KeyboardInterrupt
+        self.left -= 1
 
 
 def _samples(prompts, rollout_id: int, num_samples: int, id_prefix: str = "", reward: float = 0.0) -> list[Sample]:

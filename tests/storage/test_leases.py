@@ -177,7 +177,7 @@ def test_an_attempt_sealed_by_a_killed_writer_is_deleted_after_the_limit(store: 
     attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         (out.path / "part").write_bytes(b"x")
-    leases.seal_attempt_against_deletion(store, Commit(kind="rollout", attempt=attempt, files=out.files))
+    leases.sealed_against_deletion(store, Commit(kind="rollout", attempt=attempt, files=out.files)).__enter__()
     assert collect(store) == set()
     [orphan] = find_orphans(store, older_than=0, now=time.time() + 2 * leases.SEAL_LIMIT)
     assert remove_orphan(store, orphan, time.time() + 2 * leases.SEAL_LIMIT)

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_run import commit_samples
 
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.history import commit_feed, run_status
-from penstock.storage.history.commit_feed import CommitFeed
+from penstock.storage.history import run_status
 from penstock.storage.history.run_record import RunRecord, Start, record_end, record_start
-from penstock.storage.history.run_status import RunStatus
+from penstock.storage.history.run_status import CommitFeed, RunStatus
 from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.report import live
 from penstock.storage.report.live import LiveRun, best_and_worst
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -80,7 +79,7 @@ def read_all(feed: CommitFeed) -> list[tuple[str, int]]:
 
 
 def test_every_commit_is_read_once_in_the_order_of_rounds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_feed, "LISTING_SECONDS", 0.0)
+    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
     feed = CommitFeed(store, KEYS)
     assert read_all(feed) == []
     for r in range(3):
@@ -193,7 +192,7 @@ def test_run_is_on_gpus_by_its_trainer_or_its_newest_processes(store: Store) -> 
 
 
 def test_evaluations_are_sent_again_when_there_is_a_new_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_feed, "LISTING_SECONDS", 0.0)
+    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
     run = live_run(store)
     commit_eval(store, 2, "sums", 0.5)
     first = answer(run)
@@ -282,18 +281,10 @@ def test_damaged_status_hides_nothing_else(store: Store) -> None:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def commit_samples(store: Store, r: int, samples: list[Sample]) -> None:
-    attempt = store.new_attempt(KEYS.rollout_prefix(r))
-    with store.writing(attempt) as out:
-        write_shards(out.path, samples)
-    commit_rollout(store, r, attempt=attempt, files=out.files)
-
-
 def test_demonstrations_without_rewards_are_shown(store: Store) -> None:
     run = live_run(store)
-    commit_samples(
-        store, 0, [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
-    )
+    samples = [Sample(sample_id=f"{k}", group_id=f"{k}", trajectory_id="", rollout_id=0) for k in range(8)]
+    commit_samples(store, KEYS.rollout_prefix(0), samples, kind="rollout", run="r")
     answer(run)
     shown = run.samples()
     assert shown is not None and shown["page"]["id"] == [str(k) for k in range(6)]
@@ -325,7 +316,7 @@ def test_newest_samples_are_read_once_for_each_rollout(store: Store, monkeypatch
             )
             for k in range(8)
         ]  # fmt: skip
-        commit_samples(store, r, samples)
+        commit_samples(store, KEYS.rollout_prefix(r), samples, kind="rollout", run="r", index=r)
         answer(run)
         shown = run.samples()
         assert run.samples() is shown

@@ -10,7 +10,7 @@ from mlflow.entities import Run
 from tracked_run import commits, track
 
 from penstock.storage.commit import Commit, commit_key
-from penstock.storage.tracking.mlflow.mlflow_overview import SECTION, VIEW_TAG, describe_results, overview_points
+from penstock.storage.tracking.mlflow.mlflow_runs import SECTION, VIEW_TAG, describe_results, overview_points
 from penstock.storage.tracking.tracker import Committed, RunCommits
 
 METRICS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_run import commit_files, commit_samples
 from run_records import parent_record, run_json
 
 from penstock.flows.cli import main
@@ -14,7 +15,6 @@ from penstock.flows.inspect.sql_query import USAGE
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.maintenance.deletion import Tombstone, tombstone_key
 from penstock.storage.samples.sample import SCHEMA, Sample, Status
-from penstock.storage.samples.shards import write_shards
 from penstock.storage.sql_views import VIEWS, execute, list_columns, open_connection
 from penstock.storage.store import Store
 
@@ -46,24 +46,15 @@ def sample(rollout_id: int, prompt: str, index: int, reward: float, prefix: str 
     return result
 
 
-def commit(store: Store, prefix: str, shards: dict[str, list[Sample]], **fields) -> Commit:
-    attempt = store.new_attempt(prefix)
-    with store.writing(attempt) as out:
-        for name, samples in shards.items():
-            write_shards(out.path, samples, name)
-    return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
-
-
 def commit_round(store: Store, keys: RunKeys, r: int) -> None:
-    shards = {"part": [sample(r, p, i, reward) for p, pair in REWARDS[r].items() for i, reward in enumerate(pair)]}
-    if r == 2:
-        shards["buffer"] = [sample(r, "p3", i, 0.0) for i in range(2)]
+    samples = [sample(r, p, i, reward) for p, pair in REWARDS[r].items() for i, reward in enumerate(pair)]
+    buffer = {"buffer": [sample(r, "p3", i, 0.0) for i in range(2)]} if r == 2 else {}
     source = {"epoch": 0, "file": 0, "row": 3}
     dropped = [{"group_id": "000000003", "reason": "zero_std_0.0", "source": source}] if r == 0 else []
     fields = {"kind": "rollout", "run": keys.run, "index": r, "policy_version": r, "state": {"dropped": dropped}}
-    summary = {"rollout/num_samples": float(len(shards["part"])), "perf/tokens_per_gpu_per_sec": 50.0}
-    seconds = {"generate": 4.0, "write": 0.5}
-    commit(store, keys.rollout_prefix(r), shards, summary=summary, seconds=seconds, created_at=1e9 + r, **fields)
+    fields["summary"] = {"rollout/num_samples": float(len(samples)), "perf/tokens_per_gpu_per_sec": 50.0}
+    fields |= {"seconds": {"generate": 4.0, "write": 0.5}, "created_at": 1e9 + r}
+    commit_samples(store, keys.rollout_prefix(r), samples, buffer, **fields)
     summary = {"train/loss": 1.0 / (r + 1), "train/grad_norm": 2.0, "perf/actor_train_tok_per_s": 100.0}
     summary["train/train_rollout_logprob_abs_diff"] = 0.01 * (r + 1)
     step = Commit(kind="step", run=keys.run, index=r, policy_version=r + 1, summary=summary)
@@ -76,7 +67,7 @@ def commit_evaluation(store: Store, keys: RunKeys, version: int, mean: float) ->
     summary |= {"eval/sums-pass@1": mean, "eval/sums/num_prompts": 4.0}
     fields = {"kind": "eval", "run": keys.run, "index": version, "policy_version": version, "summary": summary}
     samples = [sample(version, f"p{row}", 0, float(row < 4 * mean), f"eval-{version:06d}-sums-") for row in range(4)]
-    commit(store, keys.eval_prefix(version, "sums"), {"part": samples}, **fields)
+    commit_samples(store, keys.eval_prefix(version, "sums"), samples, **fields)
 
 
 def make_store(store: Store) -> Store:
@@ -89,7 +80,7 @@ def make_store(store: Store) -> Store:
     for version in (1, 2, 4):
         fields = {"kind": "checkpoint", "run": "my-run", "index": version, "policy_version": version}
         prefix = KEYS.checkpoint_prefix(version)
-        saved = commit(store, prefix, {"weights": []}, created_at=1e9, **fields)
+        saved = commit_files(store, prefix, {"weights": b"w"}, created_at=1e9, **fields)
         if version == 1:
             tombstone = Tombstone(why="keep 2", expired_at=1e9 + 60, commit=saved)
             store.create(tombstone_key(prefix), tombstone.model_dump_json().encode())
@@ -99,7 +90,7 @@ def make_store(store: Store) -> Store:
             store.create(commit_key(prefix(FORK, r)), store.read(commit_key(prefix(KEYS, r))) or b"")
     for keys, version, mean in ((KEYS, 0, 0.25), (KEYS, 4, 0.75), (FORK, 4, 0.5)):
         commit_evaluation(store, keys, version, mean)
-    commit(store, KEYS.rollout_prefix(9), {"part": [sample(9, "p0", 0, 1.0)]}, kind="rollout", index=9)
+    commit_samples(store, KEYS.rollout_prefix(9), [sample(9, "p0", 0, 1.0)], kind="rollout", index=9)
     store.delete([commit_key(KEYS.rollout_prefix(9))])  # an attempt that was not committed
     return store
 

@@ -188,8 +188,8 @@ def test_changed_options_are_marked(data: dict[str, Any]) -> None:
     assert changed["n_samples_per_prompt"] == SAMPLES and "eps_clip" not in changed
 
 
-def test_gaps_are_the_times_between_starts(tmp_path: Path) -> None:
-    store, keys = Store(str(tmp_path)), RunKeys("r")
+def test_gaps_are_the_times_between_starts(store: Store) -> None:
+    keys = RunKeys("r")
     for at, ended in ((100.0, StartEnd(at=160.0, outcome="FAILED")), (200.0, None), (300.0, None)):
         number = record_start(store, keys, Start(at=at))
         if ended:
@@ -201,8 +201,7 @@ def test_gaps_are_the_times_between_starts(tmp_path: Path) -> None:
     ]
 
 
-def test_fork_shows_its_parent_and_the_options_that_differ(tmp_path: Path) -> None:
-    store = Store(str(tmp_path / "store"))
+def test_fork_shows_its_parent_and_the_options_that_differ(store: Store, tmp_path: Path) -> None:
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 3, save=(2,))
     assert main(["fork", "r", "--at", "2", "--name", "new", "--lr", "0.5", "--store", store.root]) == 0
     overview = dict(extract_data(make_report(store, "new")))["overview"]
@@ -211,8 +210,8 @@ def test_fork_shows_its_parent_and_the_options_that_differ(tmp_path: Path) -> No
     assert all(stage["inherited"] for stage in overview["stages"]) and overview["costs"]["rounds"] == []
 
 
-def test_lineage_names_the_run_whose_weights_a_run_starts_from(tmp_path: Path) -> None:
-    store, data = Store(str(tmp_path / "store")), write_data(tmp_path / "data.jsonl")
+def test_lineage_names_the_run_whose_weights_a_run_starts_from(store: Store, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data.jsonl")
     keys = make_run(store, config_of(store, data), 2, save=(2,))
     saved = store.committed(keys.checkpoint_prefix(2))
     assert saved is not None and saved.attempt is not None
@@ -246,8 +245,8 @@ def test_tokens_have_the_trainers_gap_and_advantage_of_their_round(data: dict[st
     assert page["gaps"][0] == page["advantages"][0] == [] == page["gaps"][first + 5]  # no file, not trained
 
 
-def test_selection_is_seeded_keeps_groups_and_covers_all_rounds(tmp_path: Path) -> None:
-    store, keys = Store(str(tmp_path)), RunKeys("r")
+def test_selection_is_seeded_keeps_groups_and_covers_all_rounds(store: Store) -> None:
+    keys = RunKeys("r")
     commits = [
         commit_samples(store, keys.rollout_prefix(r), make_samples(r, num_prompts=50), kind="rollout", run="r", index=r)
         for r in range(10)
@@ -261,8 +260,8 @@ def test_selection_is_seeded_keeps_groups_and_covers_all_rounds(tmp_path: Path) 
     assert collect_samples(store, commits, 1).num_shown <= 1
 
 
-def test_pages_have_a_limited_number_of_samples(tmp_path: Path) -> None:
-    store, keys = Store(str(tmp_path)), RunKeys("r")
+def test_pages_have_a_limited_number_of_samples(store: Store) -> None:
+    keys = RunKeys("r")
     commit = commit_samples(
         store, keys.rollout_prefix(0), make_samples(0, num_prompts=SAMPLES_PER_PAGE), kind="rollout", run="r"
     )

@@ -3,11 +3,11 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_run import BATCH, commit_files, config_of, make_run, save_one, score_one, write_data
+from made_run import BATCH, DyingStore, commit_files, config_of, make_run, save_one, score_one, write_data
 
 from penstock.flows.commands.fork import create_fork
 from penstock.flows.commands.maintenance import delete_orphans, gc_main
@@ -30,32 +30,6 @@ from penstock.storage.maintenance.deletion import (
     unfinished_fork_key,
 )
 from penstock.storage.store import Store
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL: no handler catches it."""
-
-
-class DyingStore(Store):
-    """A store whose process dies before its change number `left`; each deleted file counts."""
-
-    def __init__(self, uri: str, left: int) -> None:
-        super().__init__(uri, probe=False)
-        self.left = left
-
-    def create(self, key: str, data: bytes) -> bool:
-        self._count()
-        return super().create(key, data)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._count()
-            super().delete([key])
-
-    def _count(self) -> None:
-        if self.left == 0:
-            raise Killed
-        self.left -= 1
 
 
 @pytest.fixture
@@ -100,9 +74,9 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
     keys = make_run(whole, config_of(whole, data), 3, save=(1, 2, 3))
     for left in range(9):
         store = Store(str(shutil.copytree(whole.root, tmp_path / f"store-{left}")))
-        dying = DyingStore(store.uri, left)
+        dying = DyingStore(store, left)
         if left < 8:
-            with pytest.raises(Killed):
+            with pytest.raises(KeyboardInterrupt):
                 expire_checkpoints(dying, keys, num_to_keep=1)
         else:
             assert expire_checkpoints(dying, keys, num_to_keep=1) == [1, 2] and dying.left == 0
@@ -274,8 +248,8 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
 
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 2, save=(1, 2))
-    with pytest.raises(Killed):
-        expire_checkpoints(DyingStore(store.uri, 1), keys, num_to_keep=1)  # after the tombstone
+    with pytest.raises(KeyboardInterrupt):
+        expire_checkpoints(DyingStore(store, 1), keys, num_to_keep=1)  # after the tombstone
     found = find_orphans(store, older_than=3600)
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
     assert delete_orphans(store, found, None, 3600) == {found[0].key}
@@ -285,8 +259,8 @@ def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data
 
 def test_gc_keeps_an_expired_checkpoint_that_a_fork_shares_since_its_listing(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 6, save=(2, 4, 6))
-    with pytest.raises(Killed):
-        expire_checkpoints(DyingStore(store.uri, 1), keys, num_to_keep=2)
+    with pytest.raises(KeyboardInterrupt):
+        expire_checkpoints(DyingStore(store, 1), keys, num_to_keep=2)
     (found,) = find_orphans(store, older_than=3600)
     fork_keys = shared(store, data, at=3)
     finish_interrupted_expiries(store, keys)

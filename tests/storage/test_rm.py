@@ -1,11 +1,11 @@
 """`penstock rm` removes a run completely, even after a kill, unless a driver runs or a fork needs its files."""
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_run import config_of, make_run, write_data
+from made_run import DyingStore, config_of, make_run, write_data
 from run_records import parent_record
 
 from penstock.flows.cli import main
@@ -153,33 +153,18 @@ def test_gc_keeps_a_run_started_again_after_its_listing(store: Store, tmp_path: 
     assert files(store, KEYS.prefix) == before and audit_run(store, KEYS).problems == []
 
 
-class Dying(Store):
-    """A store whose process dies before it deletes file number `left`."""
-
-    def __init__(self, store: Store, left: int) -> None:
-        super().__init__(store.uri, probe=False)
-        self.left = left
-
-    def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            if self.left <= 0:
-                raise KeyboardInterrupt
-            self.left -= 1
-            super().delete([key])
-
-
 @pytest.mark.parametrize("finish", ["rm", "gc", "start"])
 def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish: str, capsys, monkeypatch) -> None:
     others = {key for key in files(store) if not key.startswith("runs/r/")}
     whole = len(files(store, KEYS.prefix))
     config = config_of(store, tmp_path / "data.jsonl")
     shutil.copytree(store.root, tmp_path / "kept")
-    for left in (0, 1, whole // 2, whole):
+    for left in (1, 2, whole // 2, whole + 1):  # the first change marks the run as removed
         shutil.rmtree(store.root)
         shutil.copytree(tmp_path / "kept", store.root)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
             patch.setattr(Lease, "release", lambda self: self.stop_renewing())  # a killed process releases nothing
-            remove_run(Dying(store, left), KEYS)
+            remove_run(DyingStore(store, left), KEYS)
         store.delete([f"{KEYS.prefix}/removing.lease"])  # it has ended with its process
         assert is_removed(store, KEYS)
         with pytest.raises(RunError, match="was removed"):

@@ -125,10 +125,9 @@ PREFIX = "runs/r/rollouts/000000"
 
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 11])
 def test_shards_keep_the_order_and_record_their_rows(
-    num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_samples: int, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "SAMPLES_PER_SHARD", 3)
-    store = Store(str(tmp_path))
     samples = [random_sample(random.Random(number), number) for number in range(num_samples)]
     commit = commit_samples(store, PREFIX, samples, kind="rollout")
     assert read_samples(store, commit) == samples
@@ -151,10 +150,9 @@ def test_a_token_costs_less_than_twelve_bytes(tmp_path: Path) -> None:
     assert from_table(pq.ParquetFile(path).read()) == samples
 
 
-def test_only_shards_that_the_commit_names_are_read(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_only_shards_that_the_commit_names_are_read(store: Store) -> None:
     commit = commit_samples(store, PREFIX, [Sample("s", "g", "t", 0)], kind="rollout")
-    late = tmp_path / (commit.attempt or "")
+    late = Path(store.path(commit.attempt or ""))
     write_shards(late, [Sample("late", "g", "t", 0)], name="part-00000-late")
     pq.write_table(to_table([Sample("late", "g", "t", 0)]), late / "part-00001.parquet")
     assert [sample.sample_id for sample in read_samples(store, commit)] == ["s"]
@@ -167,8 +165,7 @@ def test_a_directory_named_like_a_partition_adds_no_column(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0, None])
-def test_a_committed_shard_of_another_version_is_refused(version: int | None, tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_a_committed_shard_of_another_version_is_refused(version: int | None, store: Store) -> None:
     attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         metadata = None if version is None else {"penstock_schema_version": str(version)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,11 +11,24 @@ from penstock.storage.commit import RunKeys
 from penstock.storage.config import option
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact, register_credentials
-from penstock.storage.tracking.tracker import OptionsOfTracker, TrackedRun, trackers_directory
+from penstock.storage.tracking.tracker import OptionsOfTracker, TrackedRun, Tracker, trackers_directory
 
 if TYPE_CHECKING:
     from penstock.storage.store import Store
     from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+
+
+def connect_mlflow(uri: str, run: TrackedRun) -> MlflowTracker:
+    """Return the connection of a run to MLflow."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox retries
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # MLflow would print two lines for every child run.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    # Here, since importing MLflow takes seconds and reads the variables above.
+    from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+
+    return MlflowTracker(uri, run)
 
 
 class MlflowOptions(OptionsOfTracker):
@@ -22,25 +36,13 @@ class MlflowOptions(OptionsOfTracker):
 
     scheme: ClassVar[str] = "mlflow"
     title: ClassVar[str] = "MLflow"
+    connect: ClassVar[Callable[[str, TrackedRun], Tracker]] = connect_mlflow
 
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
 
     mlflow_trace_samples: int = option(4, mutability="placement", ge=0)
     """Number of samples of each round that MLflow shows as traces: turns, tool calls and parts of the reward."""
-
-    @staticmethod
-    def connect(uri: str, run: TrackedRun) -> MlflowTracker:
-        """Return the connection of a run."""
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox retries
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # MLflow would print two lines for every child run.
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        # Here, since importing MLflow takes seconds and reads the variables above.
-        from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
-
-        return MlflowTracker(uri, run)
 
     def uri_of(self, store: Store) -> str:
         """Return the tracking URI (see `tracking_uri`). It is never None: MLflow is always used."""
@@ -72,9 +74,9 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         return f"{redact(uri)} does not exist"
     try:
-        tracker = MlflowOptions.connect(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
+        tracker = connect_mlflow(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
         if tracker.runs.find_part(""):
-            tracker.registry.update_model(model)
+            tracker.models.update_registered(model)
     except Exception as error:  # clients have their own error types
         return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
     return None

@@ -1,4 +1,5 @@
-"""MLflow runs of one Penstock run, created once and found again by their tags; links between pages, names and values.
+"""MLflow runs of one Penstock run, created once and found again by their tags; names, values, links between pages, and
+what the pages show first.
 
 Delivery is idempotent: MLflow objects are found by their tags, and MLflow identifies a metric point by run, name, step,
 time and value, which are all equal when a record is sent again.
@@ -6,15 +7,17 @@ time and value, which are all equal when a record is sent again.
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from penstock.storage.tracking.tracker import MetricPoint, TrackedRun
+from penstock.storage.commit import eval_rewards, evaluation_rewards, training_rewards
+from penstock.storage.tracking.tracker import Committed, MetricPoint, Record, RunCommits, TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,17 +31,11 @@ T = TypeVar("T")
 
 MAX_METRICS, MAX_PARAMS, MAX_DATASETS = 1000, 100, 100  # MLflow's limits per request
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")  # characters that MLflow rejects in names, for instance "@"
-_FORBIDDEN_IN_MODELS = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
 
 
 def replace_forbidden_characters(name: str) -> str:
     """Replace the characters that MLflow rejects in names: `eval/aime/pass@8` becomes `eval/aime/pass_at_8`."""
     return _FORBIDDEN.sub("_", name.replace("@", "_at_"))
-
-
-def model_name(name: str) -> str:
-    """Return a name that MLflow accepts for a logged model: `my-run/000020` becomes `my-run-000020`."""
-    return _FORBIDDEN_IN_MODELS.sub("_", name.replace("/", "-"))
 
 
 def to_mlflow(points: Sequence[MetricPoint], links: dict[str, str] | None = None) -> list[Metric]:
@@ -121,20 +118,11 @@ def link_tags(tags: Mapping[str, str], links: list[Link], results: str | None = 
     text = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
     if results is not None:
         text = "\n\n".join(part for part in (text.partition(RESULTS)[0].strip(), results) if part)
-    all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
-    description = describe_links(text, all_links)
-    changed = {name: url for name, url in new.items() if tags.get(name) != url}
-    if description != tags.get(_NOTE, ""):
-        changed[_NOTE] = description
-    return changed
-
-
-def describe_links(text: str, links: Mapping[str, str]) -> str:
-    """Return a description: `text`, then a list of `links` (name of the link's tag -> URL)."""
     roles: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(links):
-        role, _, title = name.removeprefix(_TAG).partition("/")
-        roles[role].append(f"[{title}]({links[name]})")
+    for name, url in sorted({**tags, **new}.items()):
+        if name.startswith(_TAG):
+            role, _, title = name.removeprefix(_TAG).partition("/")
+            roles[role].append(f"[{title}]({url})")
     description = ""
     for num_links in range(_MAX_LINKS, 0, -1):
         lines = []
@@ -144,13 +132,19 @@ def describe_links(text: str, links: Mapping[str, str]) -> str:
         description = "\n\n".join(part for part in (text, "\n".join([_HEADING, "", *lines]) if lines else "") if part)
         if len(description) <= _MAX_TEXT:
             break
-    return description
+    changed = {name: url for name, url in new.items() if tags.get(name) != url}
+    return changed | ({_NOTE: description} if description != tags.get(_NOTE, "") else {})
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 VIEW = "workflowType=machine_learning"  # MLflow's view "Model training"; its default is for traces of applications
 CHARTS = "/model-metrics"  # tab of a run's page
+
+
+def part_tags(run: TrackedRun, part: str) -> dict[str, str]:
+    """Return the tags by which the MLflow run of `run` itself (`part` is "") or of its child run `part` is found."""
+    return {"penstock.run": run.name, "penstock.identity": run.identity, "penstock.part": part or "run"}
 
 
 class MlflowRuns:
@@ -178,19 +172,16 @@ class MlflowRuns:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    def find_or_create_part(
-        self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
-    ) -> str:
-        """Return the id of the MLflow run of the run itself (`part` is "") or of its child run with the value `part` of
-        the tag `penstock.part`. It is created if missing, with `name`, further `tags`, and `start_time` in milliseconds
-        since the epoch."""
-        key = self._part_tags(self.run, part)
-        return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
+    def find_or_create_part(self, part: str, start_time: int | None, tags: dict[str, str] | None = None) -> str:
+        """Return the id of the MLflow run of the run itself (`part` is "") or of its child run `part`. It is created if
+        missing, with further `tags`, and `start_time` in milliseconds since the epoch."""
+        tags = {"penstock.store": self.run.store_uri, **(tags or {})}
+        return self.find_or_create(part_tags(self.run, part), part or self.run.name, start_time, tags)
 
     def find_part(self, part: str, run: TrackedRun | None = None) -> Run | None:
         """Return the MLflow run of `run` (default: this run) itself, or of its child run `part`, or None if MLflow does
         not have it."""
-        return next(iter(self.find_all(self._part_tags(run or self.run, part), max_results=1)), None)
+        return next(iter(self.find_all(part_tags(run or self.run, part), max_results=1)), None)
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
@@ -231,6 +222,97 @@ class MlflowRuns:
             self._experiment_id = existing.experiment_id if existing else None
         return self._experiment_id
 
-    @staticmethod
-    def _part_tags(run: TrackedRun, part: str) -> dict[str, str]:
-        return {"penstock.run": run.name, "penstock.identity": run.identity, "penstock.part": part or "run"}
+
+# ---- what the pages show first ---------------------------------------------------------------------------------------
+# MLflow 3.17 keeps the charts and columns that a user chooses in that browser. Two things can be set here:
+#
+# - The order of the charts, by their names: MLflow takes the part of a metric's name before the last "/" as the section
+#   of its chart, and sorts sections and charts by name. So the main metrics are logged a second time as
+#   `at a glance/NUMBER TITLE`, and costs, which come last, are called `usage/...`.
+# - A view of the list of runs, stored in the experiment's tag `mlflow.sharedViewState.KEY`. MLflow lists it under
+#   "Views", and a link with `viewStateShareKey=KEY` opens it. The page of a single run cannot have such a view.
+
+SECTION = "at a glance"
+ROUNDS = "penstock.rounds"  # tag of a run: the number of its trained rounds
+_REWARD, _SPEED, _LENGTH = "1 reward", "3 tokens per second", "7 response length"
+_MAIN_METRICS: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # kind of commit -> title of the chart -> metrics, of which the first one present is shown
+    "rollout": {
+        _REWARD: ("rollout/raw_reward",),
+        _LENGTH: ("rollout/response_len/mean",),
+        _SPEED: ("perf/tokens_per_gpu_per_sec",),
+    },
+    "step": {
+        "4 KL": ("train/kl_loss", "train/ppo_kl"),
+        "5 gap": ("train/train_rollout_logprob_abs_diff",),
+        "6 entropy": ("train/entropy_loss",),
+    },
+    "sft step": {"1 loss": ("train/loss",), _SPEED: ("perf/actor_train_tok_per_s",)},
+}
+
+
+def overview_points(record: Record, commits: RunCommits) -> list[MetricPoint]:
+    """Return the main metrics of a record under second names, by which MLflow shows them first."""
+    if not isinstance(record, Committed):
+        return []
+    commit, values = record.commit, {}
+    if commit.listed_kind == "eval":
+        values = {f"2 evaluation {task}": reward for task, reward in eval_rewards(commit).items()}
+    _, rollout = commits.commits["rollout"].get(commit.index, ("", None))
+    uses_demonstrations = rollout is not None and rollout.policy_version < 0
+    kind = "sft step" if commit.kind == "step" and uses_demonstrations else commit.kind
+    for title, names in _MAIN_METRICS.get(kind, {}).items():
+        found = [commit.summary[name] for name in names if name in commit.summary]
+        values |= {title: found[0]} if found else {}
+    return [MetricPoint(f"{SECTION}/{title}", commit.index, value, record.at) for title, value in values.items()]
+
+
+# ---- the stored view of the list of runs -----------------------------------------------------------------------------
+
+_VIEW_NAME = "penstock"
+VIEW_TAG = f"mlflow.sharedViewState.{_VIEW_NAME}"
+_COLUMN_WIDTH = 200  # pixels, enough for the name of a metric
+_ROUNDS_COLUMN = f"tags.`{ROUNDS}`"
+_FIRST_COLUMNS = {"attributes.`Run Name`": 220, "runDateAndNestInfo": 150}  # MLflow pins them to the left
+_LAST_COLUMNS = {_ROUNDS_COLUMN: 130, "duration": 80}
+
+
+def runs_url(experiment_id: str) -> str:
+    """Return the URL, relative to the server, that opens the list of runs in the stored view."""
+    return f"#/experiments/{experiment_id}/runs?{VIEW}&viewStateShareKey={_VIEW_NAME}"
+
+
+def store_view(client: MlflowClient, experiment_id: str, metrics: Iterable[str]) -> None:
+    """Store the view of an experiment's list of runs: columns for reward, evaluations, speed and rounds. `metrics` are
+    names of points of `overview_points`; each evaluation among them gets a column if the view has none for it yet."""
+    tag = client.get_experiment(experiment_id).tags.get(VIEW_TAG)
+    shown = json.loads(json.loads(tag)["state"])["selectedColumns"] if tag else []
+    names = [f"{SECTION}/{_REWARD}", f"{SECTION}/{_SPEED}", *(name for name in metrics if "/2 " in name)]
+    columns = {f"metrics.`{replace_forbidden_characters(name)}`" for name in names} | {_ROUNDS_COLUMN, *shown}
+    if columns != set(shown):
+        widths = _FIRST_COLUMNS | dict.fromkeys(sorted(columns - {_ROUNDS_COLUMN}), _COLUMN_WIDTH) | _LAST_COLUMNS
+        state = {"selectedColumns": sorted(columns), "columnOrder": list(widths), "columnWidths": widths}
+        view = {"name": _VIEW_NAME, "createdAt": 0, "state": json.dumps(state)}
+        client.set_experiment_tag(experiment_id, VIEW_TAG, json.dumps(view))
+
+
+# ---- the description of a run ----------------------------------------------------------------------------------------
+
+
+def describe_results(commits: RunCommits) -> str:
+    """Return the results of a run in one line: the first and the newest value of each curve."""
+    steps = [commit for _, (_, commit) in sorted(commits.commits["step"].items())]
+    rollouts = [commit for _, commit in commits.commits["rollout"].values()]
+    evaluations = evaluation_rewards(list(commits.evals.values()))
+    curves = {"reward": training_rewards(rollouts)} | {
+        f"evaluation {task}": rewards for task, rewards in sorted(evaluations.items())
+    }
+    if not curves["reward"]:  # supervised fine-tuning
+        curves["loss"] = {step.index: step.summary["train/loss"] for step in steps if "train/loss" in step.summary}
+    parts = [f"{len(steps)} round{'s' * (len(steps) > 1)}"] if steps else []
+    for title, curve in curves.items():
+        if curve:
+            first, last = curve[min(curve)], curve[max(curve)]
+            parts.append(f"**{title} {first:.3f} -> {last:.3f}**" if len(curve) > 1 else f"**{title} {last:.3f}**")
+    return f"{RESULTS} {', '.join(parts) or 'none yet'}"

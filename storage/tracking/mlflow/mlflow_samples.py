@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,6 @@ Rows = list[Row]
 logger = logging.getLogger(__name__)
 
 PREVIEW_ROWS, _PREVIEW_TEXT = 20, 2000  # rows of a preview, and characters of a cell
-_ROLE = "prompt_data/"  # inputs of rollouts and evaluations that are prompt files
 _COLUMN_TYPES = {"int64": "long", "double": "double", "string": "string"}  # Arrow -> MLflow
 
 
@@ -74,11 +73,6 @@ def shards_dataset(key: str, commit: Commit, store_uri: str) -> Dataset:
     digest = _hash("".join(file.xxh3 for file in commit.files))
     name = "/".join([run, kind.removesuffix("s"), *rest])
     return make_dataset(name, digest, f"{store_uri.rstrip('/')}/{commit.attempt}", columns, profile)
-
-
-def prompt_files(commit: Commit) -> list[str]:
-    """Return the paths of the prompt files of a rollout or an evaluation."""
-    return [path for role, path in sorted(commit.inputs.items()) if role.startswith(_ROLE)]
 
 
 def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Dataset:
@@ -165,6 +159,8 @@ class MlflowTraces:
             return
         links = {"mlflow.sourceRun": main_run} | ({"mlflow.modelId": model.model_id} if model else {})
         tags = {"penstock.round": str(commit.index), "penstock.shards": shards}
+        tokenizer = self._tokenizer
+        decode = partial(tokenizer.decode, skip_special_tokens=False) if tokenizer else lambda token_ids: None
         spans: list[Span] = []
         traces: list[TraceInfo] = []
         for row in read_first_samples(run.store, commit, run.num_traces):
@@ -183,16 +179,12 @@ class MlflowTraces:
                 assessments=assess(row, id, at),
             )
             traces.append(trace)
-            parts = split_sample(row, self._decode)
+            parts = split_sample(row, decode)
             spans += [to_span(id, number, part, at=at, failed=failed) for number, part in enumerate(parts)]
         if spans:
             self.client.log_spans(self.runs.experiment_id, spans)
         for trace in traces:  # after the spans, since this removes the duration that MLflow computes from spans
             self.client.start_trace(trace)
-
-    def _decode(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text of tokens, or None if the store does not have the tokenizer of the run's base model."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else None
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:

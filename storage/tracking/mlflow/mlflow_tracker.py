@@ -25,31 +25,28 @@ from penstock.storage.commit import (
     CheckpointRef,
     Commit,
     RunKeys,
-    attempt_in_path,
     evaluation_rewards,
     training_rewards,
 )
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.secrets import redact_url
 from penstock.storage.store import origin_roles
-from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
-from penstock.storage.tracking.mlflow.mlflow_overview import (
-    ROUNDS,
-    SECTION,
-    describe_results,
-    overview_points,
-    runs_url,
-    store_view,
-)
+from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, short_fingerprint
 from penstock.storage.tracking.mlflow.mlflow_runs import (
     CHARTS,
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
+    ROUNDS,
+    SECTION,
     Link,
     MlflowRuns,
     chunks,
+    describe_results,
+    overview_points,
     replace_forbidden_characters,
+    runs_url,
+    store_view,
     to_mlflow,
 )
 from penstock.storage.tracking.mlflow.mlflow_samples import (
@@ -57,7 +54,6 @@ from penstock.storage.tracking.mlflow.mlflow_samples import (
     Rows,
     dataset_input,
     prompt_dataset,
-    prompt_files,
     read_preview,
     shards_dataset,
 )
@@ -81,7 +77,7 @@ if TYPE_CHECKING:
 # MLflow's error codes for which retrying is useless.
 _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _MAX_PARAM = 6000  # characters of a parameter's value
-_CURVE_KINDS = ("checkpoint", "eval")  # kinds of commits after which the reward curve is redrawn
+Page = tuple[str, str]  # title and URL of a page of MLflow
 _MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
 _MAX_SHARD_LINKS = 20  # the newest sample previews, to which the child run of a checkpoint links
 _PARENT = "penstock.parent"  # tag of a fork's main run: `id` in run.json of the parent
@@ -189,10 +185,7 @@ class RunPage:
         self.models.log_output(run_id, model)
         links = [self.models.link("output", model)]
         here = Link("converted by", name, self.runs.url("runs", run_id))
-        paths = [commit.inputs[role] for role in _SOURCES if role in commit.inputs]
-        attempts = [attempt_in_path(path) for path in paths]  # None: not an export or checkpoint of a run
-        found = [self.models.of_attempt(attempt) if attempt else None for attempt in attempts]
-        sources = [model or self.models.of_source(path) for model, path in zip(found, paths, strict=True)]
+        sources = [self.models.of_source(commit.inputs[role]) for role in _SOURCES if role in commit.inputs]
         for source in sources:
             self.client.log_inputs(run_id, models=[LoggedModelInput(source.model_id)])
             self.models.add_links(source, [here, self.models.link("converted to", model)])
@@ -206,7 +199,7 @@ class RunPage:
 
 
 class MlflowTracker(Tracker):
-    """The connection of one Penstock run to MLflow. `MlflowOptions.connect` makes it."""
+    """The connection of one Penstock run to MLflow. `connect_mlflow` makes it."""
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         # These libraries also raise the errors that they log; delivery.py logs the raised errors.
@@ -219,26 +212,20 @@ class MlflowTracker(Tracker):
         self.wants_all = self.runs.find_part("") is None
         self.models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, self.models)
-        self.registry = MlflowRegistry(self.runs, self.models)
         self.traces = MlflowTraces(self.runs)
         self._previews: dict[str, Rows] = {}  # prompt file -> its first rows
         self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
         self._in_view: set[str] = set()  # metrics for which the stored view has columns
-
-    @property
-    def page(self) -> str | None:
-        """Return the URL of the run's page, or None if MLflow is a database without a server."""
-        if not self.uri.startswith("http") or self.runs.main_run_id is None:
-            return None
-        return f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', self.runs.main_run_id, CHARTS)}"
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records to MLflow in the given order. Metrics and data sets of the main run are sent together, in few
         requests."""
         points: list[Metric] = []
         inputs: list[DatasetInput] = []
-        main_run = self.runs.find_or_create_part("", self.run.name, int(records[0].at * 1000) or None)
+        main_run = self.runs.find_or_create_part("", int(records[0].at * 1000) or None)
         self.runs.main_run_id = main_run
+        page = f"{redact_url(self.uri).rstrip('/')}/{self.runs.url('runs', main_run, CHARTS)}"
+        self.page = page if self.uri.startswith("http") else None  # None: MLflow is a database without a server
         for record in records:
             match record:
                 case RunStarted():
@@ -252,19 +239,19 @@ class MlflowTracker(Tracker):
             self.client.log_batch(main_run, metrics=chunk)
         for datasets in chunks(inputs, MAX_DATASETS):
             self.client.log_inputs(main_run, datasets=datasets)
-        if any(isinstance(record, Committed) for record in records):
+        kinds = {record.commit.kind for record in records if isinstance(record, Committed)}
+        if kinds:
             self.run_page.describe(main_run, commits)
         if new := {point.key for point in points if point.key.startswith(f"{SECTION}/")} - self._in_view:
             store_view(self.client, self.runs.experiment_id, new)
             self._in_view |= new
         ends = [record for record in records if isinstance(record, RunEnded)]
-        changed = any(isinstance(record, Committed) and record.commit.kind in _CURVE_KINDS for record in records)
-        if (changed or ends) and (figure := reward_curve(self.run.name, commits)):
+        if (ends or kinds & {"checkpoint", "eval"}) and (figure := reward_curve(self.run.name, commits)):
             self.client.log_figure(main_run, figure, "reward.png")
         if ends:
             self.run_page.log_origins(main_run, commits)
             self.run_page.update(main_run)
-            self.registry.update_models_of_run()
+            self.models.update_registered()
             if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
@@ -304,29 +291,29 @@ class MlflowTracker(Tracker):
             self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.run.name}/')}")
             return self._log_rollout(main_run, key, commit, commits) if commit.kind == "rollout" else []
         tags = {"mlflow.parentRunId": main_run, "penstock.commit": key}
-        child = self.runs.find_or_create_part(part, part, int(commit.started_at * 1000), tags)
+        child = self.runs.find_or_create_part(part, int(commit.started_at * 1000), tags)
+        here = f"{self.run.name}/{part}", self.runs.url("runs", child)
         links = [Link("part of", self.run.name, self.runs.url("runs", main_run))]
         match commit.kind:
             case "checkpoint":
-                links += self._log_checkpoint(main_run, child, key, commit, commits)
+                links += self._log_checkpoint(main_run, child, here, key, commit, commits)
             case "eval":
-                links += self._log_eval(child, key, commit, commits)
+                links += self._log_eval(child, here, key, commit, commits)
             case "export":
-                links += self._log_export(main_run, child, key, commit, commits)
+                links += self._log_export(main_run, child, here, key, commit, commits)
         self.client.log_text(child, text, "commit.json")
         self.runs.add_links(child, links)
         self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
         if commit.kind in ("checkpoint", "eval"):
-            self.registry.register_evaluated(commit.policy_version, commit.created_at, commits)
+            self.models.register_evaluated(commit.policy_version, commit.created_at, commits)
         return []
 
     # ---- kinds of commits --------------------------------------------------------------------------------------------
+    # `child` is the id of the commit's child run, and `here` are the title and the URL of its page.
 
     def _log_rollout(self, main_run: str, key: str, commit: Commit, commits: RunCommits) -> list[DatasetInput]:
         """Log previews of a rollout's samples and prompt files. Return its data sets: shards and prompt files."""
         inputs, previews = self._prompt_inputs(commit)
-        if rows := commit.state.get("shown"):
-            previews[_samples_path(commit)] = rows
         rollouts = [saved for _, saved in sorted(commits.commits["rollout"].items())]
         listed = [_samples_path(c) for k, c in rollouts if c.state["shown"] and not commits.is_copy(k, c)]
         self._log_tables(main_run, previews, listed)
@@ -340,9 +327,11 @@ class MlflowTracker(Tracker):
             self.traces.log_round(main_run, commit, shards.name, model)
         return inputs
 
-    def _log_checkpoint(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log a checkpoint as a model, and the training up to it in the child run `child` (an id): metrics, parameters
-        and shards. Return the links of the child run."""
+    def _log_checkpoint(
+        self, main_run: str, child: str, here: Page, key: str, commit: Commit, commits: RunCommits
+    ) -> list[Link]:
+        """Log a checkpoint as a model, and the training up to it in its child run: metrics, parameters and shards.
+        Return the links of the child run."""
         rollouts = commits.since_previous_checkpoint("rollout", commit.index)
         inputs = [dataset_input(shards_dataset(k, c, self.run.store_uri), "training", c) for k, c in rollouts]
         for datasets in chunks(inputs, MAX_DATASETS):
@@ -358,41 +347,31 @@ class MlflowTracker(Tracker):
         for some in chunks([Param(k, v) for k, v in params if k.startswith("train.")], MAX_PARAMS):
             self.client.log_batch(child, params=some)
 
-        model = self.models.of_commit(key, commit, child)
-        self.models.log_output(child, model, commit.index)
-        self.models.log_output(main_run, model, commit.index)
-        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
-        here = self.runs.url("runs", child)
-        self.models.add_links(
-            model, [Link("made by", name, here), Link("run", self.run.name, self.runs.url("runs", main_run))]
-        )
+        model = self._log_model(main_run, child, here, key, commit)
         links = [self.models.link("output", model)]
         previewed = [c for k, c in rollouts if c.state.get("shown") and not commits.is_copy(k, c)]
         for rollout in previewed[-_MAX_SHARD_LINKS:]:
-            page = self.runs.url("runs", main_run, f"/artifacts/{_samples_path(rollout)}")
-            links.append(Link("samples of the rollouts", f"{rollout.index:06d}", page))
+            table = self.runs.url("runs", main_run, f"/artifacts/{_samples_path(rollout)}")
+            links.append(Link("samples of the rollouts", f"{rollout.index:06d}", table))
         if before := self._policy(commits.previous_checkpoint(commit.index), commits):
             self.client.log_inputs(child, models=[LoggedModelInput(before.model_id)])
-            self.models.add_links(before, [Link("trained in", name, here)])
+            self.models.add_links(before, [Link("trained in", *here)])
             links.append(self.models.link("input", before))
         for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
-            early = self.runs.find_part(commits.child_run_name(*evaluation))
-            if early:  # the evaluation was logged before the checkpoint
-                link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
-                self.runs.add_links(early.info.run_id, [link])
+            part = commits.child_run_name(*evaluation)
+            if early := self.runs.find_part(part):  # the evaluation was logged before the checkpoint
+                page = f"{self.run.name}/{part}", self.runs.url("runs", early.info.run_id)
+                self.runs.add_links(early.info.run_id, [self._log_scores(early.info.run_id, page, *evaluation, model)])
         for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
             other = self.runs.find_part(commits.child_run_name(*evaluation))
-            links += self._link_parts(child, name, "evaluated during training in", other, "policy trained in")
+            links += self._link_parts(here, "evaluated during training in", other, "policy trained in")
         return links
 
-    def _log_eval(self, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an evaluation in the child run `child` (an id): prompts, samples and metrics, which are also logged for
-        the evaluated model. Return the links of the child run."""
+    def _log_eval(self, child: str, here: Page, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
+        """Log an evaluation in its child run: prompts, samples and metrics, which are also logged for the evaluated
+        model. Return the links of the child run."""
         inputs, previews = self._prompt_inputs(commit)
-        if rows := commit.state.get("shown"):
-            previews[_samples_path(commit)] = rows
         self._log_tables(child, previews, list(previews))
-        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
         links = []
         original_key = commit.inputs.get("samples", "")
         if original := commits.evals.get(original_key):
@@ -400,69 +379,77 @@ class MlflowTracker(Tracker):
                 dataset_input(shards_dataset(original_key, original, self.run.store_uri), "scored again", original)
             )
             other = self.runs.find_part(commits.child_run_name(original_key, original))
-            links = self._link_parts(child, name, "scores the samples of", other, "scored again in")
+            links = self._link_parts(here, "scores the samples of", other, "scored again in")
         if commit.files:
             inputs.append(dataset_input(shards_dataset(key, commit, self.run.store_uri), "samples", commit))
         if inputs:
             self.client.log_inputs(child, datasets=inputs)
         if model := self._policy(commit.policy_version, commits):
-            links.append(self._log_scores(child, commits.child_run_name(key, commit), key, commit, model))
+            links.append(self._log_scores(child, here, key, commit, model))
         else:
             points = metric_points(Committed(key, commit.created_at, commit))
             self.client.log_batch(child, metrics=to_mlflow(points))
             checkpoints = commits.commits["checkpoint"]
             if later := [version for version in checkpoints if version > commit.policy_version]:
                 other = self.runs.find_part(commits.child_run_name(*checkpoints[min(later)]))
-                links += self._link_parts(child, name, "policy trained in", other, "evaluated during training in")
+                links += self._link_parts(here, "policy trained in", other, "evaluated during training in")
         return links
 
-    def _log_scores(self, child: str, part: str, key: str, commit: Commit, model: LoggedModel) -> Link:
-        """Log the metrics of an evaluation in the child run with the id `child` and the name `part`, and for the
-        evaluated model. Link the model to the child run, and return the link to the model."""
+    def _log_scores(self, child: str, here: Page, key: str, commit: Commit, model: LoggedModel) -> Link:
+        """Log the metrics of an evaluation in its child run, and for the evaluated model. Link the model to the child
+        run, and return the link to the model."""
         about = {"run_id": child, "model_id": model.model_id}
         if inputs := self._prompt_inputs(commit)[0]:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
         points = metric_points(Committed(key, commit.created_at, commit))
         self.client.log_batch(child, metrics=to_mlflow(points, about))
         self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
-        name = f"{self.run.name}/{part}"
-        self.models.add_links(model, [Link("evaluated in", name, self.runs.url("runs", child))])
+        self.models.add_links(model, [Link("evaluated in", *here)])
         return self.models.link("evaluated model", model)
 
-    def _log_export(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
-        """Log an export as a model, which is the output of the child run `child` (an id), and link it with the exported
-        checkpoint. Return the links of the child run."""
-        model = self.models.of_commit(key, commit, child)
-        self.models.log_output(child, model, commit.index)
-        self.models.log_output(main_run, model, commit.index)
-        name = f"{self.run.name}/{commits.child_run_name(key, commit)}"
-        here = self.runs.url("runs", child)
-        links = [Link("made by", name, here), Link("run", self.run.name, self.runs.url("runs", main_run))]
-        checkpoint = self._policy(commit.policy_version, commits)
-        if checkpoint:
+    def _log_export(
+        self, main_run: str, child: str, here: Page, key: str, commit: Commit, commits: RunCommits
+    ) -> list[Link]:
+        """Log an export as a model, and link it with the exported checkpoint. Return the links of its child run."""
+        model = self._log_model(main_run, child, here, key, commit)
+        links = [self.models.link("output", model)]
+        if checkpoint := self._policy(commit.policy_version, commits):
             self.client.log_inputs(child, models=[LoggedModelInput(checkpoint.model_id)])
-            self.models.add_links(checkpoint, [self.models.link("exported as", model), Link("exported in", name, here)])
-            links.append(self.models.link("exported from", checkpoint))
-        self.models.add_links(model, links)
-        return [self.models.link("output", model), *([self.models.link("input", checkpoint)] if checkpoint else [])]
+            self.models.add_links(checkpoint, [self.models.link("exported as", model), Link("exported in", *here)])
+            self.models.add_links(model, [self.models.link("exported from", checkpoint)])
+            links.append(self.models.link("input", checkpoint))
+        return links
+
+    def _log_model(self, main_run: str, child: str, here: Page, key: str, commit: Commit) -> LoggedModel:
+        """Log a checkpoint or an export as a model, an output of the run and of its child run, and link it to both."""
+        model = self.models.of_commit(key, commit, child)
+        for run in (child, main_run):
+            self.models.log_output(run, model, commit.index)
+        main = Link("run", self.run.name, self.runs.url("runs", main_run))
+        self.models.add_links(model, [Link("made by", *here), main])
+        return model
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _policy(self, version: int, commits: RunCommits) -> LoggedModel | None:
         """Return the logged model of a policy version: a checkpoint, or the base model for version 0."""
-        if checkpoint := commits.checkpoint(version):
+        if checkpoint := commits.commits["checkpoint"].get(version):
             return self.models.of_commit(*checkpoint)
         return self.run_page.base_model if version == 0 else None
 
     def _prompt_inputs(self, commit: Commit) -> tuple[list[DatasetInput], dict[str, Rows]]:
-        """Return the prompt files of a commit as data sets, and their previews by artifact path."""
+        """Return the prompt files of a commit as data sets, and the previews of these files and of the commit's samples
+        by artifact path."""
         inputs, previews = [], {}
-        for index, path in enumerate(prompt_files(commit)):
+        paths = [path for role, path in sorted(commit.inputs.items()) if role.startswith("prompt_data/")]
+        for index, path in enumerate(paths):
             rows = self._previews.setdefault(path, read_preview(path))
             dataset = prompt_dataset(commit, index, path, rows)
             inputs.append(dataset_input(dataset, "prompts"))
             if rows:
                 previews[f"prompts/{dataset.name}-{dataset.digest}.json"] = rows
+        if shown := commit.state.get("shown"):
+            previews[_samples_path(commit)] = shown
         return inputs, previews
 
     def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
@@ -482,17 +469,13 @@ class MlflowTracker(Tracker):
             text = json.dumps([{"path": path, "type": "table"} for path in sorted(paths)])
             self.client.set_tag(run_id, mlflow_tags.MLFLOW_LOGGED_ARTIFACTS, text)
 
-    def _link_parts(self, child: str, name: str, role: str, other: Run | None, role_here: str) -> list[Link]:
-        """Add a link to the page of the child run `other` (None: MLflow does not have it) that opens the child run with
-        the id `child` and the title `name`. Return a list with the link in the other direction.
-
-        Args:
-            role: what `other` is to `child`, e.g. "policy trained in".
-            role_here: what `child` is to `other`.
-        """
+    def _link_parts(self, here: Page, role: str, other: Run | None, role_here: str) -> list[Link]:
+        """Add a link to the page of the child run `other` (None: MLflow does not have it) that opens the page `here`.
+        Return a list with the link in the other direction. `role` is what `other` is to the run of the page `here`,
+        e.g. "policy trained in"; `role_here` is what this run is to `other`."""
         if other is None:
             return []
-        self.runs.add_links(other.info.run_id, [Link(role_here, name, self.runs.url("runs", child))])
+        self.runs.add_links(other.info.run_id, [Link(role_here, *here)])
         title = f"{self.run.name}/{other.info.run_name}"
         return [Link(role, title, self.runs.url("runs", other.info.run_id))]
 
