@@ -17,24 +17,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import xxhash
+
 from penstock.stages.rewards.builtin import (
     check_correct_option,
     dapo,
     deepscaler,
     exact_number,
     gpqa,
+    grade_math,
     ifbench,
     last_boxed,
-    math_answer,
-    random_reward,
     read_instructions,
     remote_rm,
     to_integer,
     to_minerva_number,
     token_f1,
-    zero_reward,
 )
-from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import PluginError, RewardError, nearest_name
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
@@ -56,24 +55,6 @@ class RewardSettings:
     allow_row_code: str | None = None  # package whose functions data rows may name as rewards; None: not allowed
     evaluated_integers: bool = False  # `math` and `deepscaler`: an integer label requires a number as the answer
     required_package: str | None = None  # package that must define the function at custom_rm_path
-
-    @classmethod
-    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None) -> RewardSettings:
-        """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
-        of user-defined functions."""
-        return cls(
-            rm_type=options.rm_type,
-            custom_rm_path=options.custom_rm_path,
-            reward_key=options.reward_key,
-            timeout=options.reward_timeout,
-            start_timeout=options.reward_start_timeout,
-            group_rm=options.group_rm,
-            rm_url=options.rm_url,
-            rm_model_path=options.rm_model_path,
-            arguments=arguments or {},
-            allow_row_code=options.allow_row_code,
-            evaluated_integers=options.rm_evaluated_integers,
-        )
 
 
 def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str:
@@ -146,10 +127,18 @@ REWARDS: dict[str, BuiltinReward] = {
         check_row=check_correct_option,
     ),
     "ifbench": BuiltinReward(ifbench, check_row=lambda label, metadata: read_instructions(metadata)),
-    "math": BuiltinReward(math_answer, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"),
-    "random": BuiltinReward(random_reward, in_process=True),
+    "math": BuiltinReward(
+        lambda sample, **options: grade_math(sample.response, sample.label, **options),
+        options=("evaluated_integers",),
+        compares_label=True,
+        graded_format=r"\boxed",
+    ),
+    # 0 or 1, derived from a hash of the sample id, so that grading again gives the same reward
+    "random": BuiltinReward(
+        lambda sample: float(xxhash.xxh3_64_intdigest(sample.sample_id.encode()) & 1), in_process=True
+    ),
     "remote_rm": BuiltinReward(remote_rm, remote=True),
-    "zero": BuiltinReward(zero_reward, in_process=True),
+    "zero": BuiltinReward(lambda sample: 0.0, in_process=True),
 }
 
 
