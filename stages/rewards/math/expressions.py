@@ -382,7 +382,8 @@ def evaluate(node: Node, point: dict[str, Value]) -> Value:
     if operation == "symbol":
         return point[operands[0]] if operands[0] in point else _CONSTANTS[operands[0]]()
     if operation == "apply":
-        return _apply_unknown(operands[0], evaluate(operands[1], point))
+        argument = mpmath.nstr(_to_float(evaluate(operands[1], point)), 40)
+        return Fraction(_hash(f"{operands[0]} {argument}") % 7919 + 1, 7927)  # depends on the function and its argument
     values = [evaluate(operand, point) for operand in operands]
     if len(values) == 2 and isinstance(values[0], Fraction) != isinstance(values[1], Fraction):
         values = list(map(_to_float, values))
@@ -485,11 +486,6 @@ def _floor(value: Value) -> Value:
     if not _is_real(value) or abs(value) > 2**_PRECISION:
         raise ZeroDivisionError
     return Fraction(math.floor(value) if isinstance(value, Fraction) else int(mpmath.floor(mpmath.re(value))))
-
-
-def _apply_unknown(function: str, value: Value) -> Value:
-    """Return the value of an unknown function at `value`: a fixed number that depends on both."""
-    return Fraction(_hash(f"{function} {mpmath.nstr(_to_float(value), 40)}") % 7919 + 1, 7927)
 
 
 def _call_mpmath_function(name: str, value: Value) -> Value:
