@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 
 from penstock.stages.rewards.instructions import ifbench as _ifbench_checks  # noqa: F401 - registers CHECKS
-from penstock.stages.rewards.instructions import ifeval as _ifeval_checks  # noqa: F401 - registers CHECKS
 from penstock.stages.rewards.instructions.text import CHECKS
 from penstock.stages.rewards.math.answers import equal_answers, is_evaluated_integer
 from penstock.stages.rewards.math.tokens import WORD, possible_tokenizations
