@@ -19,21 +19,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.stages.rewards.builtin import (
-    check_correct_option,
-    dapo,
-    deepscaler,
-    exact_number,
-    gpqa,
-    grade_math,
-    ifbench,
-    last_boxed,
-    read_instructions,
-    remote_rm,
-    to_integer,
-    to_minerva_number,
-    token_f1,
-)
+from penstock.stages.rewards import builtin
 from penstock.storage.errors import PluginError, RewardError, nearest_name
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
@@ -107,28 +93,31 @@ class BuiltinReward:
 
 REWARDS: dict[str, BuiltinReward] = {
     "dapo": BuiltinReward(
-        dapo,
+        builtin.dapo,
         keys=("score", "acc"),
         compares_label=True,
         graded_format="Answer:",
-        check_row=lambda label, metadata: to_minerva_number(label),
+        check_row=lambda label, metadata: builtin.to_minerva_number(label),
     ),
     "deepscaler": BuiltinReward(
-        deepscaler, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"
+        builtin.deepscaler, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"
     ),
     "exact_number": BuiltinReward(
-        exact_number, in_process=True, compares_label=True, check_row=lambda label, metadata: to_integer(label)
+        builtin.exact_number,
+        in_process=True,
+        compares_label=True,
+        check_row=lambda label, metadata: builtin.to_integer(label),
     ),
-    "f1": BuiltinReward(token_f1, compares_label=True),
+    "f1": BuiltinReward(builtin.token_f1, compares_label=True),
     "gpqa": BuiltinReward(
-        gpqa,
+        builtin.gpqa,
         compares_label=True,
         answer_fields=("correct_letter", "correct_answer", "answer_text"),
-        check_row=check_correct_option,
+        check_row=builtin.check_correct_option,
     ),
-    "ifbench": BuiltinReward(ifbench, check_row=lambda label, metadata: read_instructions(metadata)),
+    "ifbench": BuiltinReward(builtin.ifbench, check_row=lambda label, metadata: builtin.read_instructions(metadata)),
     "math": BuiltinReward(
-        lambda sample, **options: grade_math(sample.response, sample.label, **options),
+        lambda sample, **options: builtin.grade_math(sample.response, sample.label, **options),
         options=("evaluated_integers",),
         compares_label=True,
         graded_format=r"\boxed",
@@ -137,7 +126,7 @@ REWARDS: dict[str, BuiltinReward] = {
     "random": BuiltinReward(
         lambda sample: float(xxhash.xxh3_64_intdigest(sample.sample_id.encode()) & 1), in_process=True
     ),
-    "remote_rm": BuiltinReward(remote_rm, remote=True),
+    "remote_rm": BuiltinReward(builtin.remote_rm, remote=True),
     "zero": BuiltinReward(lambda sample: 0.0, in_process=True),
 }
 
@@ -160,7 +149,7 @@ def get_builtin_reward(name: str) -> BuiltinReward:
 
     def grade_boxed_content(*args_and_sample: Any, **options: Any) -> Any:
         *args, sample = args_and_sample
-        return reward.function(*args, replace(sample, response=last_boxed(sample.response) or ""), **options)
+        return reward.function(*args, replace(sample, response=builtin.last_boxed(sample.response) or ""), **options)
 
     return replace(reward, function=grade_boxed_content, graded_format=r"\boxed")
 
