@@ -61,10 +61,8 @@ def answer_text(response: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last complete `\\boxed{...}` (braces may nest) or `\\boxed x` in `text`, or None.
-
-    Takes time linear in the length of the text.
-    """
+    """Return the content of the last complete `\\boxed{...}` (braces may nest) or `\\boxed x` in `text`, or None, in
+    linear time."""
     open_braces: list[int] = []  # position where the content of a box begins, or -1 for other braces
     last = (-1, -1)  # begin and end of the content; the end is -1 for `\boxed x`
     for mark in _MARK.finditer(text):
@@ -84,10 +82,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def grade_math(solution: str, label: str, evaluated_integers: bool = False) -> float:
-    """Return 1 if the last boxed answer of `solution` equals `label` (boxed or plain), else 0.
-
-    With `evaluated_integers`, an integer label requires a number as the answer: 391, but not 17 * 23.
-    """
+    """Return 1 if the last boxed answer of `solution` equals `label` (boxed or plain), else 0. With
+    `evaluated_integers`, an integer label requires a number as the answer: 391, but not 17 * 23."""
     answer = last_boxed(solution)
     if answer is None:
         return 0.0

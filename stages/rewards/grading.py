@@ -43,13 +43,8 @@ GRACE_PERIOD = 1.0  # seconds after the time limit during which the grading proc
 
 
 class Grader:
-    """Grades samples. Grading processes start when first needed and run until `close`. A Grader is a context manager.
-    Raises RewardError.
-
-    Args:
-        settings: settings of grading.
-        num_workers: maximum number of grading processes per reward; rows may name additional rewards.
-    """
+    """Grades samples. Grading processes start when first needed, up to `num_workers` per reward (rows may name
+    additional rewards), and run until `close`. A Grader is a context manager. Raises RewardError."""
 
     def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
         if settings.rm_type is not None and settings.custom_rm_path is None:

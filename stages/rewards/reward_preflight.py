@@ -126,13 +126,10 @@ def _is_rewarded(name: str, row: RewardRow) -> bool:
 def try_reward_on_test_samples(
     options: RolloutConfig, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
 ) -> list[tuple[str, Outcome]]:
-    """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
-
-    The response of a test sample is empty, the label, or the label in \\boxed{}. Return the response and the outcome of
-    each test sample, or nothing if a server computes the reward. Some outcomes may be errors, because test samples may
-    differ from real ones; RewardError is raised if all are errors. `arguments`: attributes of the `args` of a
-    user-defined reward.
-    """
+    """Check the reward: call it on test samples made from the first row (the response is empty, the label, or the label
+    in \\boxed{}), or connect to the server at --rm-url. Return the response and the outcome of each test sample, or
+    nothing if a server computes the reward. Some outcomes may be errors, because test samples may differ from real
+    ones; RewardError is raised if all are errors. `arguments`: attributes of the `args` of a user-defined reward."""
     if not rows:
         return []
     row = rows[0]

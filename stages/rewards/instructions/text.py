@@ -24,10 +24,8 @@ CHECKS: dict[str, Check] = {}  # instruction id in the data set -> function that
 
 
 def register_check(instruction_id: str) -> Callable[[Check], Check]:
-    """Return a decorator that registers a function as the check of an instruction.
-
-    The function takes the answer's text and, under their names in the data set, the arguments of the instruction; it
-    returns whether the answer follows the instruction.
+    """Return a decorator that registers a function as the check of an instruction. The function takes the answer's text
+    and, under their names in the data set, the arguments of the instruction; it returns whether the answer follows it.
     """
     return lambda function: CHECKS.setdefault(instruction_id, function)
 

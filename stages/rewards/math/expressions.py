@@ -361,12 +361,8 @@ def _hash(text: str) -> int:
 
 
 def evaluate(node: Node, point: dict[str, Value]) -> Value:
-    """Return the value of an expression at a point (variable name -> value).
-
-    Raises:
-        ExpressionError: the value is too large to compute.
-        ZeroDivisionError: the expression is undefined at this point.
-    """
+    """Return the value of an expression at a point (variable name -> value). Raises ExpressionError if the value is too
+    large to compute, and ZeroDivisionError if the expression is undefined at this point."""
     operation, *operands = node
     if operation == "number":
         return operands[0]
