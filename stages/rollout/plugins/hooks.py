@@ -117,10 +117,10 @@ def run_log_function(
 def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin | None:
     """Load the log function of rollouts or evaluations, if `config` names it. Raises PluginError."""
     if is_eval:
-        parameters = ("rollout_id", "args", "data", "extra_metrics")
-        return _load_plugin(config, "custom_eval_rollout_log_function_path", *parameters)
-    parameters = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
-    return _load_plugin(config, "custom_rollout_log_function_path", *parameters)
+        of_eval = ("rollout_id", "args", "data", "extra_metrics")
+        return _load_plugin(config, "custom_eval_rollout_log_function_path", *of_eval)
+    of_rollout = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+    return _load_plugin(config, "custom_rollout_log_function_path", *of_rollout)
 
 
 def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin | None:
