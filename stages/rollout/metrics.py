@@ -74,14 +74,14 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     tools = [length - sum(sample.loss_mask) for length, sample in zip(raw, samples)]
     if not turns and not any(tools):
         return {}
-    out = (
-        {"multi_turn/num_turns/mean": statistics.fmean(turns), "multi_turn/num_turns/max": max(turns)} if turns else {}
-    )
-    return out | {
+    out = {
         "multi_turn/tool_tokens/mean": statistics.fmean(tools),
         "multi_turn/raw_response_length/response_length_mean": statistics.fmean(raw),
         "multi_turn/raw_response_length/response_length_max": float(max(raw)),
     }
+    if turns:
+        out |= {"multi_turn/num_turns/mean": statistics.fmean(turns), "multi_turn/num_turns/max": max(turns)}
+    return out
 
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
