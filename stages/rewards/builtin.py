@@ -12,15 +12,12 @@ import re
 import string
 import time
 from collections import Counter
-from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import aiohttp
-import xxhash
 
 from penstock.stages.rewards.instructions import ifbench as _ifbench_checks  # noqa: F401 - registers CHECKS
-from penstock.stages.rewards.instructions import ifeval as _ifeval_checks  # noqa: F401 - registers CHECKS
 from penstock.stages.rewards.instructions.text import CHECKS
 from penstock.stages.rewards.math.answers import equal_answers, is_evaluated_integer
 from penstock.stages.rewards.math.tokens import WORD, possible_tokenizations
@@ -64,10 +61,8 @@ def answer_text(response: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last complete `\\boxed{...}` (braces may nest) or `\\boxed x` in `text`, or None.
-
-    Takes time linear in the length of the text.
-    """
+    """Return the content of the last complete `\\boxed{...}` (braces may nest) or `\\boxed x` in `text`, or None, in
+    linear time."""
     open_braces: list[int] = []  # position where the content of a box begins, or -1 for other braces
     last = (-1, -1)  # begin and end of the content; the end is -1 for `\boxed x`
     for mark in _MARK.finditer(text):
@@ -86,16 +81,9 @@ def last_boxed(text: str) -> str | None:
     return text[begin:end] if end >= 0 else _BOXED_WORD.match(text, begin)[0].rstrip(".,")  # type: ignore[index]
 
 
-def math_answer(sample: Sample, evaluated_integers: bool = False) -> float:
-    """Return 1 if the last boxed answer of the response equals the label (boxed or plain), else 0."""
-    return grade_math(sample.response, sample.label, evaluated_integers)
-
-
 def grade_math(solution: str, label: str, evaluated_integers: bool = False) -> float:
-    """Return 1 if the last boxed answer of `solution` equals `label` (boxed or plain), else 0.
-
-    With `evaluated_integers`, an integer label requires a number as the answer: 391, but not 17 * 23.
-    """
+    """Return 1 if the last boxed answer of `solution` equals `label` (boxed or plain), else 0. With
+    `evaluated_integers`, an integer label requires a number as the answer: 391, but not 17 * 23."""
     answer = last_boxed(solution)
     if answer is None:
         return 0.0
@@ -232,7 +220,9 @@ def gpqa(sample: Sample) -> float:
     text of the correct option, else 0."""
     label, text = sample.label.strip(), answer_text(sample.response)
     letters, choices, correct = _read_options(label, sample.metadata)
-    chosen = _chosen_letter(text, letters)
+    # The chosen letter: in the first phrase such as "the answer is B", else the last letter that is a word of its own.
+    phrases = [match[1].upper() for pattern in _PATTERNS if (match := pattern.search(text))]
+    chosen = next((letter for letter in [*phrases, *_SINGLE_CAPITAL.findall(text)[::-1]] if letter in letters), None)
     if chosen is not None and correct:
         return float(chosen == correct)
     targets = [str(sample.metadata.get(key) or "") for key in ("correct_answer", "answer_text")]
@@ -254,16 +244,6 @@ def check_correct_option(label: str, metadata: dict[str, Any]) -> None:
             f"the label {label!r} names none of the {len(choices)} choices {', '.join(letters)}: give the letter, the "
             "text or the index of a choice, counted from 0"
         )
-
-
-def _chosen_letter(text: str, letters: Sequence[str]) -> str | None:
-    """Return the option letter that a response chooses: the letter in the first phrase such as "the answer is B", else
-    the last of `letters` that occurs as an upper-case word, else None."""
-    for pattern in _PATTERNS:
-        match = pattern.search(text)
-        if match and match.group(1).upper() in letters:
-            return match.group(1).upper()
-    return next((letter for letter in reversed(_SINGLE_CAPITAL.findall(text)) if letter in letters), None)
 
 
 def _read_options(label: str, metadata: dict[str, Any]) -> tuple[list[str], list[str], str]:
@@ -313,34 +293,32 @@ def read_instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any
         )
     kwargs = metadata.get("kwargs") or {}
     per_instruction = kwargs if isinstance(kwargs, list) else [kwargs] * len(names)
-    per_instruction = [*per_instruction, *[{}] * (len(names) - len(per_instruction))]
-    return [(name, _read_arguments(name, arguments or {})) for name, arguments in zip(names, per_instruction)]
-
-
-def _read_arguments(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Select from `kwargs` the arguments of the instruction `name`."""
-    if name == "words:start_verb":
-        raise RewardError(
-            f"instruction {name!r} needs a part-of-speech tagger, which Penstock does not include: remove rows with it"
-        )
-    if name not in CHECKS:
-        near = nearest_name(name, CHECKS)
-        hint = f"did you mean {near}?" if near else "remove rows with it; docs/rewards.md lists the known ids"
-        raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
-    parameters = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
-    for parameter in parameters:
-        if kwargs.get(parameter) is None:
+    instructions = []
+    for name, given in itertools.zip_longest(names, per_instruction[: len(names)]):
+        if name == "words:start_verb":
             raise RewardError(
-                f"instruction {name!r} needs the argument {parameter!r}, which the row's `kwargs` do not give: add it, "
-                "or remove the row"
+                f"instruction {name!r} needs a part-of-speech tagger, which Penstock does not include: remove rows "
+                "with it"
             )
-    return {  # Parquet readers turn integers into floats in columns with nulls: convert 3.0 to 3
-        parameter: int(value) if isinstance(value := kwargs[parameter], float) and value.is_integer() else value
-        for parameter in parameters
-    }
+        if name not in CHECKS:
+            near = nearest_name(name, CHECKS)
+            hint = f"did you mean {near}?" if near else "remove rows with it; docs/rewards.md lists the known ids"
+            raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
+        arguments = {}
+        for parameter in list(inspect.signature(CHECKS[name]).parameters)[1:]:  # the first parameter is the text
+            value = (given or {}).get(parameter)
+            if value is None:
+                raise RewardError(
+                    f"instruction {name!r} needs the argument {parameter!r}, which the row's `kwargs` do not give: add "
+                    "it, or remove the row"
+                )
+            # Parquet readers turn integers into floats in columns with nulls: convert 3.0 to 3
+            arguments[parameter] = int(value) if isinstance(value, float) and value.is_integer() else value
+        instructions.append((name, arguments))
+    return instructions
 
 
-# ---- exact_number, f1, random and zero -------------------------------------------------------------------------------
+# ---- exact_number and f1 ---------------------------------------------------------------------------------------------
 
 _INTEGER = re.compile(r"-?\d+")
 _WHOLE_NUMBER = re.compile(r"\s*\+?(-?\d{1,300})(?:\.0*)?\s*")
@@ -381,16 +359,6 @@ def token_f1(sample: Sample) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def random_reward(sample: Sample) -> float:
-    """Return 0 or 1, derived from a hash of the sample id, so that grading again gives the same reward."""
-    return float(xxhash.xxh3_64_intdigest(sample.sample_id.encode()) & 1)
-
-
-def zero_reward(sample: Sample) -> float:
-    """Return 0."""
-    return 0.0
-
-
 # ---- remote_rm -------------------------------------------------------------------------------------------------------
 
 # Transient failures (connection error, timeout, status 408, 425, 429 or 5xx) are retried with exponential backoff up to
@@ -403,42 +371,35 @@ _TRANSIENT_STATUS = (408, 425, 429)
 _session: aiohttp.ClientSession | None = None  # shared by all requests, because the process has one event loop
 
 
-class _TransientError(Exception):
-    """A failure of a request that is retried."""
-
-
 async def remote_rm(args: Any, sample: Sample) -> Any:
     """POST {prompt, response, label} to the server at `args.rm_url`, within `args.reward_timeout` seconds for all
     attempts; return its JSON response, a number or a dictionary."""
+    global _session
+    if _session is None:
+        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker_process.py limits the calls
     # Stop before --reward-timeout cancels this call: the timeout's message would not contain the server's error.
     deadline = time.monotonic() + 0.95 * args.reward_timeout
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in itertools.count(1):
+        limit = aiohttp.ClientTimeout(total=min(REQUEST_TIMEOUT, deadline - time.monotonic()))
         try:
-            return await _post(args.rm_url, body, min(REQUEST_TIMEOUT, deadline - time.monotonic()))
-        except _TransientError as error:
-            backoff = random.uniform(0.5, 1.0) * min(2.0 ** (attempt - 1), MAX_BACKOFF)
-            if attempt == MAX_ATTEMPTS or time.monotonic() + backoff >= deadline:
-                raise RuntimeError(
-                    f"--rm-url {redact(args.rm_url)} failed {attempt} times, last with {error}: check the "
-                    "reward server, or raise --reward-timeout"
-                ) from None
-            await asyncio.sleep(backoff)
-
-
-async def _post(url: str, body: dict[str, str], seconds: float) -> Any:
-    global _session
-    if _session is None:
-        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker_process.py limits the calls
-    try:
-        async with _session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
-            if response.status >= 500 or response.status in _TRANSIENT_STATUS:
-                raise _TransientError(f"status {response.status}")
-            if response.status >= 400:
-                text = (await response.text())[:200]
-                raise RuntimeError(f"--rm-url {redact(url)} rejected the request with status {response.status}: {text}")
-            return await response.json(content_type=None)
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise _TransientError(f"{type(error).__name__} {error}".strip()) from error
-    except ValueError as error:
-        raise RuntimeError(f"--rm-url {redact(url)} answered with invalid JSON: {error}") from error
+            async with _session.post(args.rm_url, json=body, timeout=limit) as response:
+                if response.status < 400:
+                    return await response.json(content_type=None)
+                if response.status < 500 and response.status not in _TRANSIENT_STATUS:
+                    text = (await response.text())[:200]
+                    raise RuntimeError(
+                        f"--rm-url {redact(args.rm_url)} rejected the request with status {response.status}: {text}"
+                    )
+                failure = f"status {response.status}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            failure = f"{type(error).__name__} {error}".strip()
+        except ValueError as error:
+            raise RuntimeError(f"--rm-url {redact(args.rm_url)} answered with invalid JSON: {error}") from error
+        backoff = random.uniform(0.5, 1.0) * min(2.0 ** (attempt - 1), MAX_BACKOFF)
+        if attempt == MAX_ATTEMPTS or time.monotonic() + backoff >= deadline:
+            raise RuntimeError(
+                f"--rm-url {redact(args.rm_url)} failed {attempt} times, last with {failure}: check the reward server, "
+                "or raise --reward-timeout"
+            )
+        await asyncio.sleep(backoff)

@@ -15,7 +15,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,13 +43,8 @@ GRACE_PERIOD = 1.0  # seconds after the time limit during which the grading proc
 
 
 class Grader:
-    """Grades samples. Grading processes start when first needed and run until `close`. A Grader is a context manager.
-    Raises RewardError.
-
-    Args:
-        settings: settings of grading.
-        num_workers: maximum number of grading processes per reward; rows may name additional rewards.
-    """
+    """Grades samples. Grading processes start when first needed, up to `num_workers` per reward (rows may name
+    additional rewards), and run until `close`. A Grader is a context manager. Raises RewardError."""
 
     def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
         if settings.rm_type is not None and settings.custom_rm_path is None:
@@ -58,13 +52,26 @@ class Grader:
         self.settings = settings
         self.num_workers = num_workers
         # (custom_rm_path, rm_type, group_rm) -> grading processes
-        self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}
+        self._pools: dict[tuple[str | None, str | None, bool], list[WorkerProcess]] = {}
 
     @classmethod
     def from_options(cls, options: RolloutConfig, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
         """Return a grader for the rollout configuration `options`. `arguments`: attributes of the `args` that
         user-defined rewards get. Raises RewardError like the constructor."""
-        return cls(RewardSettings.from_options(options, arguments), num_workers)
+        settings = RewardSettings(
+            rm_type=options.rm_type,
+            custom_rm_path=options.custom_rm_path,
+            reward_key=options.reward_key,
+            timeout=options.reward_timeout,
+            start_timeout=options.reward_start_timeout,
+            group_rm=options.group_rm,
+            rm_url=options.rm_url,
+            rm_model_path=options.rm_model_path,
+            arguments=arguments or {},
+            allow_row_code=options.allow_row_code,
+            evaluated_integers=options.rm_evaluated_integers,
+        )
+        return cls(settings, num_workers)
 
     def __enter__(self) -> Grader:
         return self
@@ -94,21 +101,27 @@ class Grader:
     def close(self) -> None:
         """Stop the grading processes."""
         for pool in self._pools.values():
-            for process in pool:
-                process.worker.close()
+            for worker in pool:
+                worker.close()
         self._pools = {}
 
     def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
+        futures: list[Future[Outcome]] = [Future() for _ in samples]
         try:
             settings = self._settings_of_grading_process(samples[0])
         except InputError as error:
-            return [_completed_future(Outcome(request_error=str(error))) for _ in samples]
+            for future in futures:
+                future.set_result(Outcome(request_error=str(error)))
+            return futures
         if settings is None:
-            return [_completed_future(grade_builtin(sample, self.settings)) for sample in samples]
+            for sample, future in zip(samples, futures):
+                future.set_result(grade_builtin(sample, self.settings))
+            return futures
         pool = self._pools.setdefault((settings.custom_rm_path, settings.rm_type, settings.group_rm), [])
-        if len(pool) < self.num_workers and all(process.worker.num_pending for process in pool):
-            pool.append(GradingProcess(settings))
-        return min(pool, key=lambda process: process.worker.num_pending).submit(samples)
+        if len(pool) < self.num_workers and all(worker.num_pending for worker in pool):
+            pool.append(WorkerProcess(prepare_grading, settings, start_seconds=settings.start_timeout))
+        _submit_job(min(pool, key=lambda worker: worker.num_pending), settings, samples, futures)
+        return futures
 
     def _settings_of_grading_process(self, sample: Sample) -> RewardSettings | None:
         """Return the settings of the grading processes for this sample, or None to grade it in the current process.
@@ -163,64 +176,50 @@ def check_reward_options(options: RolloutConfig) -> str | None:
     ).path
 
 
-def _completed_future(outcome: Outcome) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
-    future.set_result(outcome)
-    return future
-
-
 # ---- grading processes -----------------------------------------------------------------------------------------------
 
 
-class GradingProcess:
-    """Grades samples in a supervised subprocess. Thread-safe; `submit` does not block."""
+def _submit_job(
+    worker: WorkerProcess, settings: RewardSettings, samples: list[Sample], futures: list[Future[Outcome]]
+) -> None:
+    """Submit `samples` as one job to a grading process with `settings`, without blocking; set one future per sample."""
+    for future in futures:
+        future.set_running_or_notify_cancel()  # so a caller cannot cancel it: the job also grades other samples
+    # Do not send these fields: they are large, and rewards do not read them.
+    unread: dict[str, Any] = dict.fromkeys(
+        ("routed_experts", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+    )
+    samples = [replace(sample, **unread) for sample in samples]
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self.settings = settings
-        self.worker = WorkerProcess(prepare_grading, settings, start_seconds=settings.start_timeout)
+    def set_outcomes(job: Future[list[Outcome]]) -> None:
+        error = job.exception()
+        outcome = _outcome_of_lost_process(error, settings) if isinstance(error, WorkerLost) else error
+        for index, future in enumerate(futures):
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome or job.result()[index])
 
-    def submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
-        """Submit `samples` as one job, and return one future outcome per sample."""
-        futures: list[Future[Outcome]] = [Future() for _ in samples]
-        for future in futures:
-            future.set_running_or_notify_cancel()  # so a caller cannot cancel it: the job also grades other samples
-        # Do not send these fields: they are large, and rewards do not read them.
-        unread: dict[str, Any] = dict.fromkeys(
-            ("routed_experts", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
-        )
-        samples = [replace(sample, **unread) for sample in samples]
+    worker.submit(samples, settings.timeout * len(samples) + GRACE_PERIOD).add_done_callback(set_outcomes)
 
-        def set_outcomes(job: Future[list[Outcome]]) -> None:
-            error = job.exception()
-            outcome = self._outcome_of_lost_process(error) if isinstance(error, WorkerLost) else error
-            for index, future in enumerate(futures):
-                if isinstance(outcome, BaseException):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome or job.result()[index])
 
-        limit = self.settings.timeout * len(samples) + GRACE_PERIOD
-        self.worker.submit(samples, limit).add_done_callback(set_outcomes)
-        return futures
-
-    def _outcome_of_lost_process(self, lost: WorkerLost) -> Outcome | PluginError:
-        """Return the outcome of the job that the lost process was running; if the process had not started, return the
-        error that fails all jobs."""
-        settings = self.settings
-        name = settings.custom_rm_path or settings.rm_type or "the row's reward"
-        if lost.limit is not None:
-            limit = lost.limit - (0 if lost.is_loading else GRACE_PERIOD)
-            reason = f"timeout: more than {limit:g} s in {name}"
-        else:
-            doing = "loading" if lost.is_loading else "running"
-            reason = f"the grading process died: it exited while {doing} {name}"
-        if not lost.is_loading:
-            return failed_outcome(reason)
-        return PluginError(
-            f"the grading process of {name} did not start: {reason}. The reward must load within "
-            f"--reward-start-timeout {settings.start_timeout:g} s and must not exit: see the reward's output in the "
-            "log above"
-        )
+def _outcome_of_lost_process(lost: WorkerLost, settings: RewardSettings) -> Outcome | PluginError:
+    """Return the outcome of the job that the lost process was running; if the process had not started, return the
+    error that fails all jobs."""
+    name = settings.custom_rm_path or settings.rm_type or "the row's reward"
+    if lost.limit is not None:
+        limit = lost.limit - (0 if lost.is_loading else GRACE_PERIOD)
+        reason = f"timeout: more than {limit:g} s in {name}"
+    else:
+        doing = "loading" if lost.is_loading else "running"
+        reason = f"the grading process died: it exited while {doing} {name}"
+    if not lost.is_loading:
+        return failed_outcome(reason)
+    return PluginError(
+        f"the grading process of {name} did not start: {reason}. The reward must load within "
+        f"--reward-start-timeout {settings.start_timeout:g} s and must not exit: see the reward's output in the "
+        "log above"
+    )
 
 
 def prepare_grading(settings: RewardSettings) -> Callable[[list[Sample]], Any]:
@@ -233,44 +232,32 @@ def prepare_grading(settings: RewardSettings) -> Callable[[list[Sample]], Any]:
             rm_model_path=settings.rm_model_path,
             required_package=settings.required_package,
         )
-        call_reward, name = reward.build_reward_call(settings), reward.name
+        call_reward, name, is_async = reward.build_reward_call(settings), reward.name, reward.is_async
         call = lambda samples: call_reward([UserSample.of(sample) for sample in samples])
-        return (_grade_async if reward.is_async else _grade_in_turn)(call, name, settings)
-    if settings.rm_type is None or not get_builtin_reward(settings.rm_type).remote:
+    elif settings.rm_type is not None and get_builtin_reward(settings.rm_type).remote:
+        function, name, is_async = get_builtin_reward(settings.rm_type).function, settings.rm_type, True
+        args = SimpleNamespace(rm_url=settings.rm_url, reward_timeout=settings.timeout)
+        call = lambda samples: await_rewards_in_turn(function, args, samples)
+    else:
         return lambda samples: [grade_builtin(sample, settings) for sample in samples]
-    args = SimpleNamespace(rm_url=settings.rm_url, reward_timeout=settings.timeout)
-    call = partial(await_rewards_in_turn, get_builtin_reward(settings.rm_type).function, args)
-    return _grade_async(call, settings.rm_type, settings)
+    runner = asyncio.Runner()  # one event loop for all synchronous calls: a client that the reward keeps belongs to it
 
-
-def _grade_in_turn(call: RewardCall, name: str, settings: RewardSettings) -> Callable[[list[Sample]], Any]:
-    runner = asyncio.Runner()  # one event loop for all calls: a client that the reward keeps belongs to its loop
-
-    def grade(samples: list[Sample]) -> list[Outcome]:
+    def grade_in_turn(samples: list[Sample]) -> list[Outcome]:
         try:
             values = runner.run(await_all(call(samples)))
         except (Exception, SystemExit) as error:
             return [outcome_of_exception(error, name)] * len(samples)
         return parse_rewards(values, len(samples), settings.reward_key, name)
 
-    return grade
-
-
-def _grade_async(call: RewardCall, name: str, settings: RewardSettings) -> Callable[[list[Sample]], Any]:
-    async def call_without_exit(samples: list[Sample]) -> object:
-        try:
-            return await await_all(call(samples))
-        except SystemExit as error:  # would stop the event loop and thereby all other jobs
-            raise PluginError(f"SystemExit: {error.code!r}") from error
-
-    async def grade(samples: list[Sample]) -> list[Outcome]:
+    async def grade_concurrently(samples: list[Sample]) -> list[Outcome]:
         limit = settings.timeout * len(samples)
         try:
-            values = await asyncio.wait_for(call_without_exit(samples), limit)
+            async with asyncio.timeout(limit):
+                values = await await_all(call(samples))
             return parse_rewards(values, len(samples), settings.reward_key, name)
         except TimeoutError:
             return [failed_outcome(f"timeout: more than {limit:g} s in {name}")] * len(samples)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit would stop the event loop and thereby all other jobs
             return [outcome_of_exception(error, name)] * len(samples)
 
-    return grade
+    return grade_concurrently if is_async else grade_in_turn

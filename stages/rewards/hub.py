@@ -17,24 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.stages.rewards.builtin import (
-    check_correct_option,
-    dapo,
-    deepscaler,
-    exact_number,
-    gpqa,
-    ifbench,
-    last_boxed,
-    math_answer,
-    random_reward,
-    read_instructions,
-    remote_rm,
-    to_integer,
-    to_minerva_number,
-    token_f1,
-    zero_reward,
-)
-from penstock.stages.rollout.config import RolloutConfig
+import xxhash
+
+from penstock.stages.rewards import builtin
 from penstock.storage.errors import PluginError, RewardError, nearest_name
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
@@ -56,24 +41,6 @@ class RewardSettings:
     allow_row_code: str | None = None  # package whose functions data rows may name as rewards; None: not allowed
     evaluated_integers: bool = False  # `math` and `deepscaler`: an integer label requires a number as the answer
     required_package: str | None = None  # package that must define the function at custom_rm_path
-
-    @classmethod
-    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None) -> RewardSettings:
-        """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
-        of user-defined functions."""
-        return cls(
-            rm_type=options.rm_type,
-            custom_rm_path=options.custom_rm_path,
-            reward_key=options.reward_key,
-            timeout=options.reward_timeout,
-            start_timeout=options.reward_start_timeout,
-            group_rm=options.group_rm,
-            rm_url=options.rm_url,
-            rm_model_path=options.rm_model_path,
-            arguments=arguments or {},
-            allow_row_code=options.allow_row_code,
-            evaluated_integers=options.rm_evaluated_integers,
-        )
 
 
 def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str:
@@ -126,30 +93,41 @@ class BuiltinReward:
 
 REWARDS: dict[str, BuiltinReward] = {
     "dapo": BuiltinReward(
-        dapo,
+        builtin.dapo,
         keys=("score", "acc"),
         compares_label=True,
         graded_format="Answer:",
-        check_row=lambda label, metadata: to_minerva_number(label),
+        check_row=lambda label, metadata: builtin.to_minerva_number(label),
     ),
     "deepscaler": BuiltinReward(
-        deepscaler, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"
+        builtin.deepscaler, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"
     ),
     "exact_number": BuiltinReward(
-        exact_number, in_process=True, compares_label=True, check_row=lambda label, metadata: to_integer(label)
+        builtin.exact_number,
+        in_process=True,
+        compares_label=True,
+        check_row=lambda label, metadata: builtin.to_integer(label),
     ),
-    "f1": BuiltinReward(token_f1, compares_label=True),
+    "f1": BuiltinReward(builtin.token_f1, compares_label=True),
     "gpqa": BuiltinReward(
-        gpqa,
+        builtin.gpqa,
         compares_label=True,
         answer_fields=("correct_letter", "correct_answer", "answer_text"),
-        check_row=check_correct_option,
+        check_row=builtin.check_correct_option,
     ),
-    "ifbench": BuiltinReward(ifbench, check_row=lambda label, metadata: read_instructions(metadata)),
-    "math": BuiltinReward(math_answer, options=("evaluated_integers",), compares_label=True, graded_format=r"\boxed"),
-    "random": BuiltinReward(random_reward, in_process=True),
-    "remote_rm": BuiltinReward(remote_rm, remote=True),
-    "zero": BuiltinReward(zero_reward, in_process=True),
+    "ifbench": BuiltinReward(builtin.ifbench, check_row=lambda label, metadata: builtin.read_instructions(metadata)),
+    "math": BuiltinReward(
+        lambda sample, **options: builtin.grade_math(sample.response, sample.label, **options),
+        options=("evaluated_integers",),
+        compares_label=True,
+        graded_format=r"\boxed",
+    ),
+    # 0 or 1, derived from a hash of the sample id, so that grading again gives the same reward
+    "random": BuiltinReward(
+        lambda sample: float(xxhash.xxh3_64_intdigest(sample.sample_id.encode()) & 1), in_process=True
+    ),
+    "remote_rm": BuiltinReward(builtin.remote_rm, remote=True),
+    "zero": BuiltinReward(lambda sample: 0.0, in_process=True),
 }
 
 
@@ -171,7 +149,7 @@ def get_builtin_reward(name: str) -> BuiltinReward:
 
     def grade_boxed_content(*args_and_sample: Any, **options: Any) -> Any:
         *args, sample = args_and_sample
-        return reward.function(*args, replace(sample, response=last_boxed(sample.response) or ""), **options)
+        return reward.function(*args, replace(sample, response=builtin.last_boxed(sample.response) or ""), **options)
 
     return replace(reward, function=grade_boxed_content, graded_format=r"\boxed")
 

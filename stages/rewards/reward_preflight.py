@@ -25,7 +25,6 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 
-NUM_SAMPLES = 3  # number of test samples
 _CONNECT_TIMEOUT = 5.0  # seconds
 
 
@@ -44,27 +43,23 @@ def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None
     Errors name the row."""
     for row in rows:
         try:
-            _check_reward_of_row(options, row)
+            if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
+                continue
+            name = builtin_reward_name(row.metadata, options.rm_type)
+            reward = get_checked_builtin_reward(name, options.rm_url, options.reward_key)
+            answers = (row.label, *map(row.metadata.get, reward.answer_fields))
+            if reward.compares_label and not any(str(answer or "").strip() for answer in answers):
+                column = f"fill its column {options.label_key!r}, or name another column with --label-key"
+                fix = column if options.label_key else "name the column with the labels with --label-key"
+                raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
+            if reward.compares_label and _is_json_of_texts(row.label):
+                raise RewardError(
+                    f"the label {row.label:.100} is a JSON value with several texts, but the reward {name} compares "
+                    "only one text: name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
+                )
+            reward.check_row(row.label, row.metadata)
         except InputError as error:
             raise type(error)(f"{row.where}: {error}") from None
-
-
-def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
-    if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
-        return
-    name = builtin_reward_name(row.metadata, options.rm_type)
-    reward = get_checked_builtin_reward(name, options.rm_url, options.reward_key)
-    answers = (row.label, *map(row.metadata.get, reward.answer_fields))
-    if reward.compares_label and not any(str(answer or "").strip() for answer in answers):
-        column = f"fill its column {options.label_key!r}, or name another column with --label-key"
-        fix = column if options.label_key else "name the column with the labels with --label-key"
-        raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
-    if reward.compares_label and _is_json_of_texts(row.label):
-        raise RewardError(
-            f"the label {row.label:.100} is a JSON value with several texts, but the reward {name} compares only one "
-            "text: name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
-        )
-    reward.check_row(row.label, row.metadata)
 
 
 def _is_json_of_texts(label: str) -> bool:
@@ -131,17 +126,33 @@ def _is_rewarded(name: str, row: RewardRow) -> bool:
 def try_reward_on_test_samples(
     options: RolloutConfig, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
 ) -> list[tuple[str, Outcome]]:
-    """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
-
-    The response of a test sample is empty, the label, or the label in \\boxed{}. Return the response and the outcome of
-    each test sample, or nothing if a server computes the reward. Some outcomes may be errors, because test samples may
-    differ from real ones; RewardError is raised if all are errors. `arguments`: attributes of the `args` of a
-    user-defined reward.
-    """
-    samples = _make_test_samples(rows, same_group=options.group_rm)
-    if not samples:
+    """Check the reward: call it on test samples made from the first row (the response is empty, the label, or the label
+    in \\boxed{}), or connect to the server at --rm-url. Return the response and the outcome of each test sample, or
+    nothing if a server computes the reward. Some outcomes may be errors, because test samples may differ from real
+    ones; RewardError is raised if all are errors. `arguments`: attributes of the `args` of a user-defined reward."""
+    if not rows:
         return []
-    if not _is_user_defined(options, rows[0]):
+    row = rows[0]
+    samples = []
+    for index, response in enumerate(("", row.label, rf"\boxed{{{row.label}}}")):
+        num_tokens = max(1, len(response))  # after 4 prompt tokens
+        samples.append(
+            Sample(
+                f"preflight-{index}",
+                f"preflight-{0 if options.group_rm else index}",
+                f"preflight-{index}",
+                0,
+                prompt=row.prompt,
+                response=response,
+                label=row.label,
+                token_ids=[1] * (4 + num_tokens),
+                loss_mask=[0] * 4 + [1] * num_tokens,
+                rollout_logprobs=[0.0] * (4 + num_tokens),
+                status=Status.COMPLETED,
+                metadata=dict(row.metadata),
+            )
+        )
+    if not _is_user_defined(options, row):
         names = {str(sample.metadata.get("rm_type") or options.rm_type or "") for sample in samples}
         if "remote_rm" in {name.removeprefix(BOXED_PREFIX) for name in names}:
             _check_connection(options.rm_url or "")
@@ -154,8 +165,8 @@ def try_reward_on_test_samples(
             raise RewardError(outcome.request_error)
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
-        form = f"; {describe_reward_function(options.group_rm)}" if _is_user_defined(options, rows[0]) else ""
-        label = "" if rows[0].label.strip() else f", or name the column of its labels {_label_key(options)}"
+        form = f"; {describe_reward_function(options.group_rm)}" if _is_user_defined(options, row) else ""
+        label = "" if row.label.strip() else f", or name the column of its labels {_label_key(options)}"
         raise RewardError(
             f"the reward failed on all {len(reasons)} test samples, the first with {reasons[0]:.200}: fix the reward"
             f"{label}{form}"
@@ -186,33 +197,6 @@ def missing_label_warning(
         f"{row.where} has no label, and the reward gives {rewards.pop()} to every test response: if the reward reads "
         f"labels, name their column {_label_key(options)}; the columns are {', '.join(map(repr, columns))}"
     )
-
-
-def _make_test_samples(rows: Sequence[RewardRow], *, same_group: bool) -> list[Sample]:
-    """Return NUM_SAMPLES completed test samples, with 4 prompt tokens and one token per character of the response."""
-    if not rows:
-        return []
-    samples, row = [], rows[0]
-    for index in range(NUM_SAMPLES):
-        response = ("", row.label, rf"\boxed{{{row.label}}}")[index % 3]
-        num_tokens = max(1, len(response))
-        samples.append(
-            Sample(
-                f"preflight-{index}",
-                f"preflight-{0 if same_group else index}",
-                f"preflight-{index}",
-                0,
-                prompt=row.prompt,
-                response=response,
-                label=row.label,
-                token_ids=[1] * (4 + num_tokens),
-                loss_mask=[0] * 4 + [1] * num_tokens,
-                rollout_logprobs=[0.0] * (4 + num_tokens),
-                status=Status.COMPLETED,
-                metadata=dict(row.metadata),
-            )
-        )
-    return samples
 
 
 def _check_connection(url: str) -> None:

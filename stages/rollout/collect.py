@@ -182,10 +182,23 @@ async def run_with_deadline(
     Raises TimeoutError after `time_limit` seconds (--rollout-timeout), and Preempted if a stop was requested and the
     samples left in `progress` would take longer than the grace period.
     """
+
+    async def watch_stop_request() -> None:
+        while stop is not None:
+            await asyncio.sleep(0.1)
+            elapsed, num_left = time.monotonic() - progress.start, progress.total - progress.done
+            seconds_left = elapsed * num_left / progress.done if progress.done else 0.0  # estimated, for all samples
+            spare = stop.seconds_left - RESERVE
+            if stop.requested and (spare <= 0 or seconds_left > spare):
+                raise Preempted(
+                    f"stop requested with {progress.done} of {progress.total} samples done; "
+                    "finished groups are in the journal and will be reused when the round restarts"
+                )
+
     deadline = asyncio.timeout(time_limit)
     try:
         async with deadline, asyncio.TaskGroup() as tasks:
-            others = [tasks.create_task(coroutine) for coroutine in [*background, _watch_stop_request(stop, progress)]]
+            others = [tasks.create_task(coroutine) for coroutine in [*background, watch_stop_request()]]
             result = await work
             for task in others:
                 task.cancel()
@@ -220,21 +233,6 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         with ThreadPoolExecutor(max_workers=1) as pool:
             pool.submit(asyncio.run, store_result()).result()
     return results[0]
-
-
-async def _watch_stop_request(stop: StopRequest | None, progress: SampleProgress) -> None:
-    """Raise Preempted as soon as a stop is requested and the remaining samples would take longer than the grace
-    period."""
-    while stop is not None:
-        await asyncio.sleep(0.1)
-        elapsed, num_left = time.monotonic() - progress.start, progress.total - progress.done
-        seconds_left = elapsed * num_left / progress.done if progress.done else 0.0  # estimated, for all samples
-        spare = stop.seconds_left - RESERVE
-        if stop.requested and (spare <= 0 or seconds_left > spare):
-            raise Preempted(
-                f"stop requested with {progress.done} of {progress.total} samples done; "
-                "finished groups are in the journal and will be reused when the round restarts"
-            )
 
 
 def flatten_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engines.generation import TokenCounts
@@ -23,15 +23,18 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     tails = [sample.response[-_LONG_TEXT:].encode() for sample in samples if len(sample.response) > _LONG_TEXT]
     num_repetitive = sum(len(tail) / len(zlib.compress(tail)) > _REPETITION for tail in tails)
+    statuses = Counter(sample.status for sample in samples)
+    num_removed = sum(  # a hook set `remove_sample`, or all tokens are masked as stale
+        sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask) for sample in samples
+    )
+    num_samples = max(len(samples), 1)
     out = {
         "rollout/raw_reward": statistics.fmean(rewards) if rewards else 0.0,
         "rollout/num_samples": float(len(samples)),
-        "rollout/truncated_ratio": true_fraction(sample.status is Status.TRUNCATED for sample in samples),
-        "rollout/failed_ratio": true_fraction(sample.status is Status.FAILED for sample in samples),
-        "rollout/removed_ratio": true_fraction(  # a hook set `remove_sample`, or all tokens are masked as stale
-            sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask) for sample in samples
-        ),
-        "rollout/repetition_frac": num_repetitive / max(len(samples), 1),
+        "rollout/truncated_ratio": statuses[Status.TRUNCATED] / num_samples,
+        "rollout/failed_ratio": statuses[Status.FAILED] / num_samples,
+        "rollout/removed_ratio": num_removed / num_samples,
+        "rollout/repetition_frac": num_repetitive / num_samples,
     }
     out |= length_metrics(samples) | multi_turn_metrics(samples)
     groups: dict[str, list[float]] = {sample.group_id: [] for sample in samples}
@@ -71,14 +74,14 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     tools = [length - sum(sample.loss_mask) for length, sample in zip(raw, samples)]
     if not turns and not any(tools):
         return {}
-    out = (
-        {"multi_turn/num_turns/mean": statistics.fmean(turns), "multi_turn/num_turns/max": max(turns)} if turns else {}
-    )
-    return out | {
+    out = {
         "multi_turn/tool_tokens/mean": statistics.fmean(tools),
         "multi_turn/raw_response_length/response_length_mean": statistics.fmean(raw),
         "multi_turn/raw_response_length/response_length_max": float(max(raw)),
     }
+    if turns:
+        out |= {"multi_turn/num_turns/mean": statistics.fmean(turns), "multi_turn/num_turns/max": max(turns)}
+    return out
 
 
 def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
@@ -129,12 +132,6 @@ def speculation_metrics(counts: TokenCounts) -> dict[str, float]:
 def format_reward(reward: float) -> str:
     """Return a reward rounded to one decimal, as metric names have it: `1.0`, `0.2`."""
     return str(round(float(reward), 1) + 0.0)  # + 0.0: no "-0.0"
-
-
-def true_fraction(flags: Iterable[bool]) -> float:
-    """Return the fraction of `flags` that are true; 0 if `flags` is empty."""
-    values = list(flags)
-    return sum(values) / len(values) if values else 0.0
 
 
 def sample_preview(samples: Sequence[Sample], count: int) -> list[dict[str, Any]]:

@@ -182,7 +182,8 @@ class RolloutStream:
         context = self.context
         self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
         assert context.grader is not None
-        journal = self._open_journal(self.round)
+        prefix = self.prefix_of(self.round.rollout_id)
+        journal = Journal(context.store, prefix, self.round, context.config)
         journal.load_finished_groups()
         async with open_runner(context, urls, journal, context.grader, self.hooks) as (self.runner, _):
             self._since, self._counters = time.perf_counter(), context.read_counters()
@@ -328,13 +329,11 @@ class RolloutStream:
 
         self.round = replace(round, rollout_id=round.rollout_id + 1, policy_version=self.engine_version())
         self.intake.begin_round(self.round)
-        runner.begin_round(self.round, self._open_journal(self.round))
+        prefix = self.prefix_of(self.round.rollout_id)
+        runner.begin_round(self.round, Journal(self.context.store, prefix, self.round, config))
         groups.dropped, groups.idle_seconds, self._num_wasted_tokens = [], 0.0, 0
         self._since, self._counters = time.perf_counter(), counters
         return taken
-
-    def _open_journal(self, round: RolloutRound) -> Journal:
-        return Journal(self.context.store, self.prefix_of(round.rollout_id), round, self.context.config)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

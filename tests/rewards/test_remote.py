@@ -118,10 +118,10 @@ def test_backoff_is_jittered_and_grows_to_thirty_seconds(monkeypatch: pytest.Mon
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    async def down(url: str, body: object, seconds: float) -> object:
-        raise remote._TransientError("down")
+    def down(url: str, **options: object) -> object:
+        raise OSError("down")
 
-    monkeypatch.setattr(remote, "_post", down)
+    monkeypatch.setattr(remote, "_session", SimpleNamespace(post=down))
     monkeypatch.setattr(remote.asyncio, "sleep", sleep)
     with pytest.raises(RuntimeError, match=r"10.*down"):
         asyncio.run(remote.remote_rm(SimpleNamespace(rm_url="u", reward_timeout=1e6), samples("a")[0]))

@@ -29,6 +29,11 @@ def options(**fields: Any) -> RolloutConfig:
     return RolloutConfig(**{"reward_timeout": 1.0, "reward_start_timeout": 30.0, **fields})
 
 
+def reward_file(directory: Path, code: str) -> str:
+    (directory / "mine.py").write_text(code)
+    return str(directory / "mine.py")
+
+
 @pytest.mark.parametrize(
     ("fields", "row", "named"),
     [
@@ -182,10 +187,9 @@ def test_reward_that_fails_every_test_sample_is_rejected(
     tmp_path: Path, body: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grading, "GRACE_PERIOD", 0.0)
-    path = tmp_path / "mine.py"
-    path.write_text(f"def reward_func(args, sample):\n    {body}\n")
+    path = reward_file(tmp_path, f"def reward_func(args, sample):\n    {body}\n")
     with pytest.raises(RewardError) as error:
-        try_reward_on_test_samples(options(custom_rm_path=str(path), reward_timeout=0.1), [GOOD])
+        try_reward_on_test_samples(options(custom_rm_path=path, reward_timeout=0.1), [GOOD])
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
@@ -200,30 +204,27 @@ def test_reward_that_fails_every_test_sample_is_rejected(
 def test_reward_with_the_signature_of_another_trainer_is_told_the_form(
     signature: str, group_rm: bool, form: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(f"def grade({signature}): return 1.0\n")
+    path = reward_file(tmp_path, f"def grade({signature}): return 1.0\n")
     with pytest.raises(InputError) as error:
         try_reward_on_test_samples(options(custom_rm_path=f"{path}:grade", group_rm=group_rm), [GOOD])
     assert form in str(error.value) and "docs/coming-from.md" in str(error.value)
 
 
 def test_reward_that_fails_without_a_label_is_told_the_option(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def reward_func(args, sample): return float(int(sample.label) == 5)\n")
-    config = options(custom_rm_path=str(path))
+    code = "def reward_func(args, sample): return float(int(sample.label) == 5)\n"
+    config = options(custom_rm_path=reward_file(tmp_path, code))
     with pytest.raises(RewardError, match=r"fix the reward, or name the column of its labels with --label-key;"):
         try_reward_on_test_samples(config, [RewardRow("r")])
     assert len(try_reward_on_test_samples(config, [GOOD])) == 3
 
 
 def test_reward_is_called_on_finished_samples_and_may_fail_some(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
+    code = (
         "def reward_func(args, sample):\n"
         "    assert args.rollout_batch_size == 32 and sample.prompt == '2 + 3 =' and sample.response_length > 0\n"
         "    return 1 / len(sample.response)\n"
     )
-    config = options(custom_rm_path=str(path))
+    config = options(custom_rm_path=reward_file(tmp_path, code))
     tried = try_reward_on_test_samples(config, [GOOD], config.model_dump())
     assert [(response, outcome.reward) for response, outcome in tried[1:]] == [("5", 1.0), (r"\boxed{5}", 1 / 9)]
     assert tried[0][0] == "" and "ZeroDivisionError" in tried[0][1].error, (
@@ -232,10 +233,9 @@ def test_reward_is_called_on_finished_samples_and_may_fail_some(tmp_path: Path) 
 
 
 def test_group_reward_is_called_on_one_group(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
     checked = "    assert len({s.label for s in samples}) == 1\n    return [1.0] * len(samples)\n"
-    path.write_text(f"def reward_func(args, samples):\n{checked}")
-    tried = try_reward_on_test_samples(options(custom_rm_path=str(path), group_rm=True), [GOOD, RewardRow("r", "6")])
+    config = options(custom_rm_path=reward_file(tmp_path, f"def reward_func(args, samples):\n{checked}"), group_rm=True)
+    tried = try_reward_on_test_samples(config, [GOOD, RewardRow("r", "6")])
     assert [outcome.reward for _, outcome in tried] == [1.0, 1.0, 1.0]
 
 

@@ -13,15 +13,10 @@ from penstock.stages.rollout.plugins.filters import DynamicFilterOutput, check_r
 from penstock.stages.rollout.plugins.hooks import Hooks
 from penstock.storage.samples.sample import Sample, Status
 
-FLAGS = {
-    "sample_hook": "rollout_sample_hook_path",
-    "sample_filter": "rollout_sample_filter_path",
-    "process_all": "rollout_all_samples_process_path",
-}
-HEADS = {
-    "sample_hook": "def sample_hook(args, sample):",
-    "sample_filter": "def sample_filter(args, groups):",
-    "process_all": "def process_all(args, groups, data_source):",
+KINDS = {  # name of the function -> its option and parameters
+    "sample_hook": ("rollout_sample_hook_path", "args, sample"),
+    "sample_filter": ("rollout_sample_filter_path", "args, groups"),
+    "process_all": ("rollout_all_samples_process_path", "args, groups, data_source"),
 }
 
 
@@ -42,9 +37,9 @@ def sample(number: int = 0, group: str = "g") -> Sample:
 
 
 def hooks(tmp_path: Path, kind: str, body: str, *, head: str | None = None, timeout: float = 5.0) -> Hooks:
-    file = tmp_path / "my_hooks.py"
-    file.write_text(f"import time\n{head or HEADS[kind]}\n    {body}\n")
-    return Hooks(RolloutConfig.model_validate({FLAGS[kind]: str(file), "reward_timeout": timeout, "max_turns": 3}))
+    file, (option, parameters) = tmp_path / "my_hooks.py", KINDS[kind]
+    file.write_text(f"import time\n{head or f'def {kind}({parameters}):'}\n    {body}\n")
+    return Hooks(RolloutConfig.model_validate({option: str(file), "reward_timeout": timeout, "max_turns": 3}))
 
 
 def test_without_hooks_samples_are_unchanged() -> None:
@@ -62,11 +57,9 @@ def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
     body += "sample.response = 'no'; sample.group_id = 'other'"
     hooks(tmp_path, "sample_hook", body, head=head).run_sample_hook(one)
     assert (one.metadata, one.response) == ({"row": 0, "turns": 3}, "no")
-    assert (one.loss_mask, one.rollout_logprobs) == (
-        [0, 0, 0, 1],
-        [0.0, 0.0, 0.0, -0.5],
-    )  # no log-prob where nothing is trained
-    assert one.group_id == "g"  # which sample it is, is not the hook's to say
+    # a token that is not trained has no log-prob
+    assert (one.loss_mask, one.rollout_logprobs) == ([0, 0, 0, 1], [0.0, 0.0, 0.0, -0.5])
+    assert one.group_id == "g", "a hook cannot change ids"
 
 
 @pytest.mark.parametrize(
@@ -92,17 +85,13 @@ def test_failing_sample_hook_fails_its_sample(body: str, words: str, tmp_path: P
     reason = one.metadata.pop("error")
     assert words in reason and "sample_hook of " in reason and "my_hooks.py" in reason and "\n" not in reason
     one.status = Status.COMPLETED
-    assert (one, other) == (
-        sample(0),
-        sample(1),
-    )  # nothing of the half-done change is left, and the next one is untouched
+    assert (one, other) == (sample(0), sample(1)), "a partial change is undone, and the next sample is unchanged"
 
 
 def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) -> None:
     groups = [[sample(0), sample(1)], [sample(2, "h")]]
-    hooks(
-        tmp_path, "sample_filter", "groups[0][1].remove_sample = groups[1][0].remove_sample = True"
-    ).run_sample_filter(groups)
+    body = "groups[0][1].remove_sample = groups[1][0].remove_sample = True"
+    hooks(tmp_path, "sample_filter", body).run_sample_filter(groups)
     assert [any(s.loss_mask) for group in groups for s in group] == [True, False, False]
     assert [any(s.rollout_logprobs) for group in groups for s in group] == [True, False, False]
     assert [s.reward for group in groups for s in group] == [0.0, 1.0, 2.0]
@@ -123,10 +112,9 @@ def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) ->
 def test_failing_sample_filter_raises_and_changes_nothing(body: str, words: str, tmp_path: Path) -> None:
     groups = [[sample(0), sample(1)]]
     before = copy.deepcopy(groups)
+    hook = hooks(tmp_path, "sample_filter", f"groups[0][0].remove_sample = True\n    {body}", timeout=0.2)
     with pytest.raises(ValueError, match=words) as caught:
-        hooks(
-            tmp_path, "sample_filter", f"groups[0][0].remove_sample = True\n    {body}", timeout=0.2
-        ).run_sample_filter(groups)
+        hook.run_sample_filter(groups)
     assert "sample_filter of " in str(caught.value) and "\n" not in str(caught.value)
     assert groups == before
 
@@ -145,14 +133,14 @@ def test_failing_all_samples_hook_raises(tmp_path: Path) -> None:
         hooks(tmp_path, "process_all", "1 / 0").run_round_hook([[sample()]], None)
 
 
-@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_preflight_rejects_missing_functions_and_wrong_signatures(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / f"bad_{kind}.py"
+    option, file = KINDS[kind][0], tmp_path / f"bad_{kind}.py"
     file.write_text(f"def {kind}():\n    pass\n")
     with pytest.raises(ValueError, match=rf"{kind} of .*bad_{kind}.py has the signature \(\)"):
-        Hooks(RolloutConfig.model_validate({FLAGS[kind]: str(file)}))
+        Hooks(RolloutConfig.model_validate({option: str(file)}))
     with pytest.raises(ValueError, match="missing"):
-        Hooks(RolloutConfig.model_validate({FLAGS[kind]: f"{file}:missing"}))
+        Hooks(RolloutConfig.model_validate({option: f"{file}:missing"}))
 
 
 ARGS = SimpleNamespace(reward_timeout=5.0, threshold=0.5)
@@ -238,9 +226,8 @@ def test_filter_may_keep_group_when_insufficient(tmp_path: Path) -> None:
         f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}",
     ):
         check = load_filter(path, ARGS)
-        assert (
-            check(group(1.0, 1.0)) == DynamicFilterOutput(False, "zero_std_1.0", True) and check(group(1.0, 0.0)).keep
-        )
+        assert check(group(1.0, 1.0)) == DynamicFilterOutput(False, "zero_std_1.0", True)
+        assert check(group(1.0, 0.0)).keep
 
 
 def test_an_asynchronous_filter_is_awaited(tmp_path: Path) -> None:
@@ -262,9 +249,8 @@ def test_filter_of_another_kind_raises_when_loaded(head: str, body: str, words: 
 
 def test_filter_cannot_change_samples(tmp_path: Path) -> None:
     samples = group(1.0, 0.0)
-    load_filter(
-        plugin(tmp_path, "samples[0].reward = 9.0; samples[0].token_ids.clear(); samples.pop(); return True"), ARGS
-    )(samples)
+    path = plugin(tmp_path, "samples[0].reward = 9.0; samples[0].token_ids.clear(); samples.pop(); return True")
+    load_filter(path, ARGS)(samples)
     assert samples == group(1.0, 0.0)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp import web
 from scripted_replies import handle_with, pending, text, trained
 from sft_templates import QWEN3
 
@@ -291,19 +290,19 @@ def test_port_in_use_raises_engine_error() -> None:
             endpoint.session(pending(handle))
 
 
-def test_server_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(runner: web.AppRunner) -> None:
-        raise RuntimeError("out of file descriptors")
+@pytest.mark.parametrize(
+    ("target", "error", "raised"),
+    [
+        ("aiohttp.web.AppRunner.setup", RuntimeError, RuntimeError),
+        ("asyncio.events.new_event_loop", OSError, EngineError),
+    ],
+)
+def test_server_that_cannot_start_raises(
+    target: str, error: type[Exception], raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error("out of file descriptors")
 
-    monkeypatch.setattr(web.AppRunner, "setup", fail)
-    with pytest.raises(RuntimeError, match="out of file descriptors"):
-        Bench()
-
-
-def test_server_without_an_event_loop_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError("out of file descriptors")
-
-    monkeypatch.setattr("asyncio.events.new_event_loop", fail)
-    with pytest.raises(EngineError, match="out of file descriptors"):
+    monkeypatch.setattr(target, fail)
+    with pytest.raises(raised, match="out of file descriptors"):
         Bench()

@@ -91,10 +91,13 @@ def test_function_that_wraps_the_builtin_rollout_changes_its_samples(plugin_benc
     assert commit.summary["rollout/mine"] == 3.0 and commit.summary["perf/tokens_per_gpu_per_sec"] > 0
 
 
-def test_function_of_the_documentation_works(plugin_bench: Any) -> None:
+def code_of_documentation(name: str) -> str:
     page = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
-    code = page.partition("```python rollout_function\n")[2].partition("```")[0]
-    made = plugin_bench(code)
+    return page.partition(f"```python {name}\n")[2].partition("```")[0]
+
+
+def test_function_of_the_documentation_works(plugin_bench: Any) -> None:
+    made = plugin_bench(code_of_documentation("rollout_function"))
     commit = made.round(0)
     assert {sample.reward for sample in samples_of(made, commit)} <= {0.1, 1.1}
     assert commit.summary["rollout/num_groups_seen"] == 4
@@ -520,8 +523,6 @@ def sample_of(number: int, *, reward: float | None) -> Sample:
 
 
 def test_function_of_the_documentation_centers_the_rewards_of_a_round(plugin_bench: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
-    code = page.partition("```python post_process\n")[2].partition("```")[0]
-    made = plugin_bench(code, "custom_reward_post_process_path")
+    made = plugin_bench(code_of_documentation("post_process"), "custom_reward_post_process_path")
     samples = list(read_samples(made.store, made.round(0)))
     assert sum(sample.rewards[TRAIN_REWARD] for sample in samples) == pytest.approx(0)

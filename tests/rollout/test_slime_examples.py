@@ -439,9 +439,8 @@ TRAINER = {
 
 @pytest.mark.parametrize(("option", "code"), [(option, code) for option, codes in TRAINER.items() for code in codes])
 def test_function_of_slimes_trainer_is_refused_when_it_is_loaded(option: str, code: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        PluginError, match=r"which only functions of slime's trainer have: write a function with the parameters \("
-    ):
+    message = r"which only functions of slime's trainer have: write a function with the parameters \("
+    with pytest.raises(PluginError, match=message):
         load_checked_function(write(tmp_path, code), "f", PLUGINS[option])
 
 
@@ -500,17 +499,8 @@ def test_label_of_a_dictionary_reads_as_both_its_text_and_the_dictionary() -> No
 
 
 def test_options_of_the_run_are_attributes_without_secrets() -> None:
-    words = [
-        "--hf-checkpoint",
-        "m",
-        "--eval-max-context-len",
-        "77",
-        "--plugin-args",
-        "lr=mine",
-        "--recompute-granularity",
-        "full",
-    ]
-    args = parse_config(words).rollout_with_args.plugin_arguments()
+    words = "--hf-checkpoint m --eval-max-context-len 77 --plugin-args lr=mine --recompute-granularity full"
+    args = parse_config(words.split()).rollout_with_args.plugin_arguments()
     assert (args["hf_checkpoint"], args["eval_max_context_len"], args["lr"]) == ("m", 77, "mine")
     assert args["recompute_granularity"] == "full" and not {"wandb_key", "store_options"} & args.keys()
 

@@ -134,12 +134,6 @@ def _has_prime_word_lengths(text: str) -> bool:
     return all(n > 1 and all(n % divisor for divisor in range(2, int(n**0.5) + 1)) for n in lengths)
 
 
-@register_check("words:odd_even_syllables")
-def _alternates_odd_even_syllables(text: str) -> bool:
-    odd = [count_syllables(word) % 2 for word in words_without_punctuation(text)]
-    return all(left != right for left, right in pairwise(odd))
-
-
 @register_check("words:last_first")
 def _chains_sentences_by_last_word(text: str) -> bool:
     parts = [words_stripped_at_edges(sentence.lower()) for sentence in sentences(text)]
@@ -150,12 +144,6 @@ def _chains_sentences_by_last_word(text: str) -> bool:
 def _starts_paragraphs_with_last_word(text: str) -> bool:
     paragraphs = [words_stripped_at_edges(paragraph) for paragraph in text.lower().split("\n")]
     return all(paragraph[0] == paragraph[-1] for paragraph in paragraphs if paragraph)
-
-
-@register_check("words:no_consecutive")
-def _has_no_adjacent_equal_initials(text: str) -> bool:
-    initials = [word[0] for word in words_without_punctuation(text.lower())]
-    return all(left != right for left, right in pairwise(initials))
 
 
 @register_check("words:keywords_specific_position")
@@ -239,12 +227,6 @@ def _is_one_option(text: str, options: str) -> bool:
     return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in allowed]
 
 
-@register_check("format:newline")
-def _has_one_word_per_line(text: str) -> bool:
-    lines = [line for line in (words_without_punctuation(line) for line in text.split("\n")) if line]
-    return all(len(line) == 1 for line in lines)
-
-
 @register_check("format:emoji")
 def _ends_sentences_with_emoji(text: str) -> bool:
     """Check that every sentence ends with an emoji, before or after its punctuation."""
@@ -271,12 +253,6 @@ def _has_thesis_in_italics(text: str) -> bool:
     return len(opened) == len(thesis_and_rest) == 2 and all(map(str.strip, thesis_and_rest))
 
 
-@register_check("format:sub-bullets")
-def _has_sub_bullets(text: str) -> bool:
-    bullets = text.split("*")[1:]
-    return bool(bullets) and all("-" in bullet for bullet in bullets)
-
-
 @register_check("format:no_bullets_bullets")
 def _has_sentences_then_bullets(text: str) -> bool:
     """Check that the text is at least two sentences, followed by at least two bullets and nothing else."""
@@ -286,15 +262,6 @@ def _has_sentences_then_bullets(text: str) -> bool:
     return (
         len(sentences("\n".join(lines[:num_plain]))) >= 2 and len(lines) - num_plain >= 2 and all(is_bullet[num_plain:])
     )
-
-
-# ---- repeat ----------------------------------------------------------------------------------------------------------
-
-
-@register_check("repeat:repeat_change")
-def _repeats_with_changed_first_word(text: str, prompt_to_repeat: str) -> bool:
-    words_of_text, words_of_prompt = text.split(), prompt_to_repeat.split()
-    return words_of_text[:1] != words_of_prompt[:1] and words_of_text[1:] == words_of_prompt[1:]
 
 
 # ---- custom ----------------------------------------------------------------------------------------------------------
@@ -389,6 +356,13 @@ CHECKS |= {
     ),
     "words:vowel": lambda text: "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= 3,
     "words:consonants": lambda text: all(_CLUSTER.search(word) for word in text.lower().split()),
+    "words:odd_even_syllables": lambda text: all(
+        (count_syllables(left) + count_syllables(right)) % 2 == 1
+        for left, right in pairwise(words_without_punctuation(text))
+    ),
+    "words:no_consecutive": lambda text: all(
+        left[0] != right[0] for left, right in pairwise(words_without_punctuation(text.lower()))
+    ),
     "words:palindrome": lambda text: (
         sum(len(word) >= 5 and word == word[::-1] for word in words_without_punctuation(text.lower())) >= 10
     ),
@@ -401,6 +375,8 @@ CHECKS |= {
     "format:line_indent": lambda text: is_increasing(
         len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()
     ),
+    "format:newline": lambda text: all(len(words_without_punctuation(line)) <= 1 for line in text.split("\n")),
+    "format:sub-bullets": lambda text: "*" in text and all("-" in bullet for bullet in text.split("*")[1:]),
     "format:list": lambda text, sep: text.count(sep) >= 2,
     "format:title_case": lambda text: (
         not any(
@@ -411,6 +387,9 @@ CHECKS |= {
         part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:")
     ),
     "format:no_whitespace": lambda text: not any(character.isspace() for character in text),
+    "repeat:repeat_change": lambda text, prompt_to_repeat: (  # only the first word differs
+        text.split()[:1] != prompt_to_repeat.split()[:1] and text.split()[1:] == prompt_to_repeat.split()[1:]
+    ),
     "repeat:repeat_simple": lambda text: text.strip().lower() == _SENTENCE.lower(),
     # words n_start to n_end of the prompt, both inclusive, counted from 0
     "repeat:repeat_span": lambda text, prompt_to_repeat, n_start, n_end: (

@@ -90,7 +90,7 @@ class _Parser(TokenReader):
             return self.parse_sign()
         node = self.parse(level + 1)
         while True:
-            if operation := _LEVELS[level].get(self.tokens[self.position]):
+            if operation := _LEVELS[level].get(self.peek()):
                 self.position += 1
                 node = (operation, node, self.parse(level + 1))
             elif level == len(_LEVELS) - 1 and self.at_factor():
@@ -99,7 +99,7 @@ class _Parser(TokenReader):
                 return node
 
     def at_factor(self) -> bool:
-        token = self.tokens[self.position]
+        token = self.peek()
         if token == "|":
             return self.closing != "|"
         return token[:1].isalnum() or token[:1] == "." or token in _OPENING or (token[:1] == WORD and len(token) == 2)
@@ -108,14 +108,12 @@ class _Parser(TokenReader):
         """Parse a factor that follows `node` without an operator: 2x is a product; 2\\frac{1}{3} and 2 1/3 are mixed
         numbers."""
         whole = node[1] if node[0] == "-" and len(node) == 2 else node
-        is_fraction, is_number = self.tokens[self.position] == r"\frac", _is_number(self.tokens[self.position])
+        is_fraction, is_number = self.peek() == r"\frac", _is_number(self.peek())
         if is_number:
-            if not (
-                self.peek(-1).isdigit()
-                and self.peek(1) == "/"
-                and self.tokens[self.position].isdigit()
-                and self.peek(2).isdigit()
-            ):
+            is_mixed = (
+                self.peek(-1).isdigit() and self.peek(1) == "/" and self.peek().isdigit() and self.peek(2).isdigit()
+            )
+            if not is_mixed:
                 raise ExpressionError("two adjacent numbers without an operator")
             factor: Node = ("/", *(("number", Fraction(self.peek(offset))) for offset in (0, 2)))
             self.position += 3
@@ -139,7 +137,7 @@ class _Parser(TokenReader):
         return self.parse_postfix(("^", node, self.parse_exponent())) if self.accept("^") else node
 
     def parse_postfix(self, node: Node) -> Node:
-        while operation := _POSTFIX.get(self.tokens[self.position]):
+        while operation := _POSTFIX.get(self.peek()):
             self.position += 1
             node = (operation, node)
         return node
@@ -149,20 +147,20 @@ class _Parser(TokenReader):
 
     def parse_argument(self) -> Node:
         """Parse a command's argument: a group or one token. A number gives only its first digit (\\frac12 is 1/2)."""
-        token = self.tokens[self.position]
+        token = self.peek()
         if token.isdigit() and len(token) > 1:
             self.tokens = [*self.tokens[: self.position], token[0], token[1:], *self.tokens[self.position + 1 :]]
         return self.parse_factor()
 
     def parse_factor(self) -> Node:
-        token = self.tokens[self.position]
+        token = self.peek()
         self.position += 1
         if _is_number(token):
             return self.parse_number(token)
         if token in _GROUPS:
             return self.parse_group(token)
         if token == r"\frac":
-            braced = self.tokens[self.position] == "{"
+            braced = self.peek() == "{"
             top = self.parse_argument()
             return ("/", top, self.parse_factor() if braced else self.parse_argument())
         if token == r"\binom":
@@ -176,7 +174,7 @@ class _Parser(TokenReader):
         digits = ""
         while "." in token and self.accept(r"\overline"):  # 0.\overline{12} or 0.\dot1\dot2
             digits += self.read_subscript()
-        if self.tokens[self.position] == r"\dots" and token[-3:] == 3 * token[-1] and "." in token[:-3]:  # 0.333...
+        if self.peek() == r"\dots" and token[-3:] == 3 * token[-1] and "." in token[:-3]:  # 0.333...
             self.position += 1
             digits = token[-1]
         value = Fraction(token + "0" if token[-1] == "." else token)
@@ -200,9 +198,7 @@ class _Parser(TokenReader):
         exponent = self.parse_exponent() if self.accept("^") else None
         if exponent == ("-", ("number", Fraction(1))) and f"arc{name}" in FUNCTIONS:
             name, exponent = f"arc{name}", None
-        argument = (
-            self.parse_factor() if self.tokens[self.position] in ("(", "{", "[", "|") else self.parse_bare_argument()
-        )
+        argument = self.parse_factor() if self.peek() in ("(", "{", "[", "|") else self.parse_bare_argument()
         node: Node = (name, argument) if base is None else ("/", ("ln", argument), ("ln", base))
         return node if exponent is None else ("^", node, exponent)
 
@@ -211,11 +207,7 @@ class _Parser(TokenReader):
         if self.accept("-"):
             return ("-", self.parse_bare_argument())
         node = self.parse_power()
-        while (
-            self.at_factor()
-            and self.tokens[self.position] not in _COMMANDS
-            and self.tokens[self.position] not in ("(", "[", "|")
-        ):
+        while self.at_factor() and self.peek() not in _COMMANDS and self.peek() not in ("(", "[", "|"):
             node = self.parse_implicit_product(node)
         return node
 
@@ -244,10 +236,9 @@ class _Parser(TokenReader):
 
     def read_subscript(self) -> str:
         """Return the subscript, one token or the tokens of a group, as text."""
-        begin = self.position
-        end = (
-            begin if self.tokens[begin] != "{" else self.tokens.index("}", begin) if "}" in self.tokens[begin:] else -1
-        )
+        begin = end = self.position
+        if self.tokens[begin] == "{":
+            end = self.tokens.index("}", begin) if "}" in self.tokens[begin:] else -1
         if end < 0 or not self.tokens[end]:
             raise ExpressionError("a subscript is missing or has no closing }")
         self.position = end + 1
@@ -370,19 +361,16 @@ def _hash(text: str) -> int:
 
 
 def evaluate(node: Node, point: dict[str, Value]) -> Value:
-    """Return the value of an expression at a point (variable name -> value).
-
-    Raises:
-        ExpressionError: the value is too large to compute.
-        ZeroDivisionError: the expression is undefined at this point.
-    """
+    """Return the value of an expression at a point (variable name -> value). Raises ExpressionError if the value is too
+    large to compute, and ZeroDivisionError if the expression is undefined at this point."""
     operation, *operands = node
     if operation == "number":
         return operands[0]
     if operation == "symbol":
         return point[operands[0]] if operands[0] in point else _CONSTANTS[operands[0]]()
     if operation == "apply":
-        return _apply_unknown(operands[0], evaluate(operands[1], point))
+        argument = mpmath.nstr(_to_float(evaluate(operands[1], point)), 40)
+        return Fraction(_hash(f"{operands[0]} {argument}") % 7919 + 1, 7927)  # depends on the function and its argument
     values = [evaluate(operand, point) for operand in operands]
     if len(values) == 2 and isinstance(values[0], Fraction) != isinstance(values[1], Fraction):
         values = list(map(_to_float, values))
@@ -485,11 +473,6 @@ def _floor(value: Value) -> Value:
     if not _is_real(value) or abs(value) > 2**_PRECISION:
         raise ZeroDivisionError
     return Fraction(math.floor(value) if isinstance(value, Fraction) else int(mpmath.floor(mpmath.re(value))))
-
-
-def _apply_unknown(function: str, value: Value) -> Value:
-    """Return the value of an unknown function at `value`: a fixed number that depends on both."""
-    return Fraction(_hash(f"{function} {mpmath.nstr(_to_float(value), 40)}") % 7919 + 1, 7927)
 
 
 def _call_mpmath_function(name: str, value: Value) -> Value:

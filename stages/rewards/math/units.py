@@ -194,21 +194,15 @@ def _begin_of_unit(tokens: Sequence[str], letters: bool) -> int:
     """Return the index of the first token that can begin a unit after a value, or the number of tokens. `letters`: as
     in `split_unit`."""
     for begin, token in enumerate(tokens):
-        if (
-            token.startswith(WORD)
-            or token in _UNIT_SYMBOLS
-            or (token == "'" and begin and (tokens[begin - 1] == DEGREE or tokens[begin - 1][0].isdigit()))
-            or (letters and begin and _is_letter_after_value(tokens, begin))
-        ):
+        before = tokens[begin - 1] if begin else ""
+        is_minute = token == "'" and (before == DEGREE or before[:1].isdigit())
+        is_letter = letters and (token.isalpha() or token in (r"\Omega", r"\mu"))
+        follows_value = before[:1].isdigit() or before in ("}", ")", r"\frac", "{", r"\cdot")
+        if token.startswith(WORD) or token in _UNIT_SYMBOLS or is_minute or (is_letter and follows_value):
             while begin and tokens[begin - 1] in ("{", "^", r"\frac", r"\cdot", "(", r"\mu", "/"):
                 begin -= 1
             return begin if begin and tokens[begin - 1] != "_" else len(tokens)
     return len(tokens)
-
-
-def _is_letter_after_value(tokens: Sequence[str], index: int) -> bool:
-    is_letter = tokens[index].isalpha() or tokens[index] in (r"\Omega", r"\mu")
-    return is_letter and (tokens[index - 1][0].isdigit() or tokens[index - 1] in ("}", ")", r"\frac", "{", r"\cdot"))
 
 
 def _can_have_unit(value: Sequence[str], unit: Unit) -> bool:

@@ -97,7 +97,17 @@ class OpenAIEndpoint:
 
     def _start_server(self) -> None:
         listening: Future[int] = Future()
-        self._thread = threading.Thread(target=self._run_server, args=(listening,), name="openai-endpoint", daemon=True)
+
+        def run_server() -> None:
+            try:
+                with asyncio.Runner() as loop:
+                    loop.run(self._serve(listening))
+            except BaseException as error:
+                if listening.done():
+                    raise
+                listening.set_exception(error)
+
+        self._thread = threading.Thread(target=run_server, name="openai-endpoint", daemon=True)
         self._thread.start()
         try:
             self._port = listening.result()
@@ -106,15 +116,6 @@ class OpenAIEndpoint:
             raise EngineError(
                 f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free port"
             ) from None
-
-    def _run_server(self, listening: Future[int]) -> None:
-        try:
-            with asyncio.Runner() as loop:
-                loop.run(self._serve(listening))
-        except BaseException as error:
-            if listening.done():
-                raise
-            listening.set_exception(error)  # `_start_server` waits for the port
 
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
@@ -133,9 +134,22 @@ class OpenAIEndpoint:
 
     @web.middleware
     async def _handle_with_openai_errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Handle a request; convert errors to OpenAI's format, with a header that tells clients not to retry."""
+        """Check the Host header and the session's API key, and handle the request; convert errors to OpenAI's format,
+        with a header that tells clients not to retry."""
         try:
-            self._check_access(request)
+            if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+                raise web.HTTPForbidden(reason="the Host header is not 127.0.0.1 or localhost: use session.base_url")
+            if name := request.match_info.get("session"):  # else the path is unknown: `handler` raises HTTPNotFound
+                if (session := self._sessions.get(name)) is None:
+                    raise SessionClosed(
+                        "unknown session: the session is closed, or the URL is not the base_url of a session"
+                    )
+                scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+                if scheme != "Bearer" or not secrets.compare_digest(key.encode(), session.api_key.encode()):
+                    raise web.HTTPUnauthorized(
+                        reason="the API key is missing or not the key of this session: give the client session.api_key"
+                    )
+                request["session"] = session
             return await handler(request)
         except web.HTTPException as error:
             return _error_response(error.status, error.reason, "invalid_request_error")
@@ -150,32 +164,12 @@ class OpenAIEndpoint:
             )
             return _error_response(500, f"{type(error).__name__}: {error}", "server_error")
 
-    def _check_access(self, request: web.Request) -> None:
-        """Check the Host header (HTTP 403 if it is wrong) and the session's API key (HTTP 401 if it is wrong). A
-        session that is unknown or closed is reported by the handler of the request (HTTP 503)."""
-        if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-            raise web.HTTPForbidden(reason="the Host header is not 127.0.0.1 or localhost: use session.base_url")
-        session = self._sessions.get(request.match_info.get("session", ""))
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if session is not None and not (
-            scheme == "Bearer" and secrets.compare_digest(key.encode(), session.api_key.encode())
-        ):
-            raise web.HTTPUnauthorized(
-                reason="the API key is missing or not the key of this session: give the client session.api_key"
-            )
-
     async def _list_models(self, request: web.Request) -> web.Response:
-        self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _session_of(self, request: web.Request) -> AgentSession:
-        if (session := self._sessions.get(request.match_info["session"])) is None:
-            raise SessionClosed("unknown session: the session is closed, or the URL is not the base_url of a session")
-        return session
-
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session = self._session_of(request)
+        session: AgentSession = request["session"]
         try:
             body = await request.json()
         except json.JSONDecodeError as error:

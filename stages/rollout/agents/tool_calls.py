@@ -122,8 +122,13 @@ def _read_pairs(text: str, position: int, tools: Tools, name: str, pairs: _Pairs
         value, position = text[match.end() : end], end + len(pairs.end)
         if match[0].endswith("\n"):
             value = value.removesuffix("\n")
-        takes_text = _takes_text(properties.get(match[1]) or {})
-        arguments[match[1]] = value if takes_text else _parse_value(value)
+        arguments[match[1]] = value
+        if not _takes_text(properties.get(match[1]) or {}):
+            parsed = _read_json(value, 0)
+            if value in _PYTHON_VALUES:  # Qwen3-Coder's template writes Python's names
+                arguments[match[1]] = _PYTHON_VALUES[value]
+            elif parsed and not value[parsed[1] :].strip():
+                arguments[match[1]] = parsed[0]
     closing = pairs.closing.match(text, position)
     return ([ToolCall(name, arguments)], closing.end()) if closing else None
 
@@ -133,13 +138,6 @@ def _takes_text(schema: dict[str, Any]) -> bool:
     options = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
     types = schema.get("type")
     return "string" in ([types] if isinstance(types, str) else types or ()) or any(map(_takes_text, options))
-
-
-def _parse_value(text: str) -> Any:
-    if text in _PYTHON_VALUES:  # Qwen3-Coder's template writes Python's names
-        return _PYTHON_VALUES[text]
-    parsed = _read_json(text, 0)
-    return parsed[0] if parsed and not text[parsed[1] :].strip() else text
 
 
 def _function_of(entry: dict[str, Any]) -> dict[str, Any]:

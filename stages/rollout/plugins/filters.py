@@ -61,7 +61,22 @@ def load_filter(path: str, args: Any) -> Filter:
     plugin = Plugin(path, ("args", "samples"), default_name=name, timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:
         return lambda samples: plugin.function(args, samples)
-    return lambda samples: _as_output(plugin(args, [UserSample.of(sample) for sample in samples]), plugin)
+
+    def call_filter(samples: list[Sample]) -> DynamicFilterOutput:
+        value = plugin(args, [UserSample.of(sample) for sample in samples])
+        keep, reason = getattr(value, "keep", value), getattr(value, "reason", None)
+        scalar = keep.item() if getattr(keep, "shape", None) == () else keep  # a NumPy or torch scalar
+        if not isinstance(scalar, bool):
+            raise PluginError(
+                f"{plugin.name} returned {value!r:.100} ({type(value).__name__}): return True to keep the group, "
+                "False to omit it, or DynamicFilterOutput(keep, reason)"
+            )
+        fallback = bool(getattr(value, "keep_when_insufficient", False))
+        return DynamicFilterOutput(
+            scalar, None if scalar else str(reason or plugin.name.partition(" of ")[0]), fallback
+        )
+
+    return call_filter
 
 
 def load_group_filter(config: RolloutConfig) -> GroupFilter:
@@ -78,16 +93,3 @@ def load_group_filter(config: RolloutConfig) -> GroupFilter:
         return await asyncio.to_thread(check, group)
 
     return group_filter
-
-
-def _as_output(value: Any, plugin: Plugin) -> DynamicFilterOutput:
-    """Convert the return value of a filter to a DynamicFilterOutput."""
-    keep, reason = getattr(value, "keep", value), getattr(value, "reason", None)
-    scalar = keep.item() if getattr(keep, "shape", None) == () else keep  # a NumPy or torch scalar
-    if not isinstance(scalar, bool):
-        raise PluginError(
-            f"{plugin.name} returned {value!r:.100} ({type(value).__name__}): return True to keep the group, False to "
-            "omit it, or DynamicFilterOutput(keep, reason)"
-        )
-    fallback = bool(getattr(value, "keep_when_insufficient", False))
-    return DynamicFilterOutput(scalar, None if scalar else str(reason or plugin.name.partition(" of ")[0]), fallback)

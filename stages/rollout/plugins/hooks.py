@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.stages.plugins import DEFAULT_NAMES, Plugin
 from penstock.stages.rollout.config import RolloutConfig
@@ -40,6 +40,8 @@ from penstock.stages.rollout.prompts.data_source import Group
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import TEACHER_COLUMNS, TRAIN_REWARD, Sample, Status
+
+K = TypeVar("K")
 
 # Fields that a hook cannot change.
 _IDENTITY = {"sample_id", "group_id", "trajectory_id", "rollout_id"}
@@ -64,7 +66,7 @@ class Hooks:
             return
         view = UserSample.of(sample)
         try:
-            _check_returns_nothing(self._sample_hook(self._args, view), view, self._sample_hook)
+            _call_in_place(self._sample_hook, self._args, view)
             _apply_changes([(sample, view)], self._sample_hook)
         except ValueError as error:
             sample.status, sample.metadata["error"] = Status.FAILED, str(error)
@@ -73,9 +75,9 @@ class Hooks:
         """Call the sample filter with the kept groups of a round. Raises PluginError."""
         if self._sample_filter is None:
             return
-        views = _copy_groups(groups)
+        views = [[UserSample.of(sample) for sample in group] for group in groups]
         arguments = [list(group) for group in views]
-        _check_returns_nothing(self._sample_filter(self._args, arguments), arguments, self._sample_filter)
+        _call_in_place(self._sample_filter, self._args, arguments)
         if arguments != views:
             raise PluginError(
                 f"{self._sample_filter.name} adds, removes or reorders groups or samples: to exclude a sample from "
@@ -87,7 +89,8 @@ class Hooks:
     def run_round_hook(self, groups: list[Group], source: Any) -> None:
         """Call the function of --rollout-all-samples-process-path with all groups of a round. Raises PluginError."""
         if self._all_samples is not None:
-            self._all_samples(self._args, _copy_groups(groups), source)
+            views = [[UserSample.of(sample) for sample in group] for group in groups]
+            self._all_samples(self._args, views, source)
 
 
 def run_log_function(
@@ -113,11 +116,11 @@ def run_log_function(
 
 def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin | None:
     """Load the log function of rollouts or evaluations, if `config` names it. Raises PluginError."""
-    shared = ("rollout_id", "args")
     if is_eval:
-        return _load_plugin(config, "custom_eval_rollout_log_function_path", *shared, "data", "extra_metrics")
-    own = ("samples", "rollout_extra_metrics", "rollout_time")
-    return _load_plugin(config, "custom_rollout_log_function_path", *shared, *own)
+        of_eval = ("rollout_id", "args", "data", "extra_metrics")
+        return _load_plugin(config, "custom_eval_rollout_log_function_path", *of_eval)
+    of_rollout = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+    return _load_plugin(config, "custom_rollout_log_function_path", *of_rollout)
 
 
 def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin | None:
@@ -125,25 +128,29 @@ def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin
     return Plugin(path, parameters, default_name=name, timeout=config.reward_timeout) if path else None
 
 
+def to_finite_numbers(values: Mapping[K, Any]) -> tuple[dict[K, float], list[K]]:
+    """Return the values as floats, and the keys of those that are not finite numbers."""
+    numbers = {}
+    for key, value in values.items():
+        try:
+            numbers[key] = float(value)
+        except (TypeError, ValueError):
+            numbers[key] = math.nan
+    return numbers, [key for key, number in numbers.items() if not math.isfinite(number)]
+
+
 def numbers_of(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
     """Return the metrics of a user-defined function as floats. Raises PluginError, whose message begins with `name`."""
-    out = {}
-    for key, value in metrics.items():
-        try:
-            out[str(key)] = float(value)
-        except (TypeError, ValueError):
-            out[str(key)] = math.nan
-        if not math.isfinite(out[str(key)]):
-            raise PluginError(f"{name} adds the metric {key!r:.80} = {value!r:.80}: give a finite number")
-    return out
+    numbers, wrong = to_finite_numbers(metrics)
+    if wrong:
+        raise PluginError(f"{name} adds the metric {wrong[0]!r:.80} = {metrics[wrong[0]]!r:.80}: give a finite number")
+    return {str(key): number for key, number in numbers.items()}
 
 
-def _copy_groups(groups: list[Group]) -> list[list[UserSample]]:
-    return [[UserSample.of(sample) for sample in group] for group in groups]
-
-
-def _check_returns_nothing(value: Any, argument: Any, plugin: Plugin) -> None:
-    """Raise PluginError if a hook returned a value other than None or its argument; the value would be ignored."""
+def _call_in_place(plugin: Plugin, args: Any, argument: Any) -> None:
+    """Call a hook that changes `argument` in place. Raises PluginError if it returns another value, which would be
+    ignored."""
+    value = plugin(args, argument)
     if value is not None and value is not argument:
         raise PluginError(
             f"{plugin.name} returned {type(value).__name__}: modify the argument in place and return None"
@@ -201,132 +208,116 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
             sample.reward, sample.rewards = raw_reward, {**sample.rewards, TRAIN_REWARD: reward}
         return samples
     others = [sample for sample in samples if sample.reward is None]
-    rows = _Rows(returned, graded, plugin.name, tokenizer)
-    return rows.samples({sample.sample_id for sample in others}) + others
+    return _samples_of_rows(returned, graded, {sample.sample_id for sample in others}, plugin.name, tokenizer) + others
 
 
-class _Rows:
-    """The dictionary that a user-defined function has converted samples to: lists with one entry per row to train on.
-    `sample_indices` refer to `origins`, the samples that the function got."""
-
-    def __init__(self, returned: Any, origins: Sequence[Sample], name: str, tokenizer: PromptTokenizer) -> None:
-        self.name, self.origins, self.tokenizer = name, origins, tokenizer
-        self.columns = self._columns(returned)
-        self.num_rows = len(self.columns["tokens"])
-        self.index = self._sample_indices()
-        self.rewards = _numbers(self.columns["rewards"], self.num_rows, name)
-        own = [origins[index].reward for index in self.index]
-        self.raw_rewards = _numbers(self.columns.get("raw_reward", own), self.num_rows, name)
-        ids = list(map(str, self.columns.get("rollout_ids", ())))
-        trajectories = [origins[index].trajectory_id for index in self.index]
-        if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
-            raise PluginError(
-                f"{name} returned rollout_ids that differ between the rows of one sample, or are equal for two "
-                "samples: give the rows of each sample an id of their own, or return no rollout_ids"
-            )
-
-    def samples(self, taken: set[str]) -> list[Sample]:
-        """Return one sample per row, with ids that are not among `taken`."""
-        out = []
-        for row in range(self.num_rows):
-            try:
-                sample = self._sample(row)
-            except (TypeError, ValueError) as error:  # PluginError among them
-                raise PluginError(f"{self.name}, row {row}: {error}") from error
-            trajectory = sample.trajectory_id
-            ids = (f"{trajectory}.{number}" if number else trajectory for number in count())
-            sample.sample_id = next(id for id in ids if id not in taken)
-            taken.add(sample.sample_id)
-            out.append(sample)
-        return out
-
-    def _sample(self, row: int) -> Sample:
-        origin = self.origins[self.index[row]]
-        tokens, length = list(map(int, self.columns["tokens"][row])), int(self.columns["response_lengths"][row])
-        if not 0 < length <= len(tokens):
-            raise PluginError(
-                f"response_lengths is {length}, but there are {len(tokens)} tokens: give the number of response tokens"
-            )
-        is_same = tokens == origin.token_ids
-        logprobs = self._entry("rollout_log_probs", row)
-        if logprobs is None and is_same:
-            logprobs = origin.rollout_logprobs
-        if origin.routed_experts is not None and not is_same:
-            raise PluginError(
-                "its tokens differ from the sample's, for which the engine has recorded the experts: return the "
-                "sample's tokens"
-            )
-        view = UserSample(
-            tokens=tokens,
-            response_length=length,
-            loss_mask=list(self.columns["loss_masks"][row]),
-            rollout_log_probs=None if logprobs is None else list(logprobs),
-            prompt=origin.prompt,
-            response=origin.response,
+def _samples_of_rows(
+    returned: Any, origins: Sequence[Sample], taken: set[str], name: str, tokenizer: PromptTokenizer
+) -> list[Sample]:
+    """Return one sample per row that a user-defined function has converted samples to, with ids that are not among
+    `taken`. `returned`: dictionary of lists with one entry per row; its `sample_indices` refer to `origins`, the
+    samples that the function got. Raises PluginError."""
+    columns = _read_columns(returned, name)
+    num_rows = len(columns["tokens"])
+    indices = [int(index) for index in columns.get("sample_indices", range(num_rows))]
+    if strange := next((index for index in indices if not 0 <= index < len(origins)), None):
+        raise PluginError(
+            f"{name} returned the sample index {strange} for {len(origins)} samples: return sample_indices with the "
+            "`index` of each row's sample"
         )
-        if not is_same or length != origin.response_length:
-            texts = self.tokenizer.decode([tokens[:-length], tokens[-length:]], skip_special_tokens=False)
-            view.prompt, view.response = texts
-        checked = checked_sample(view)
-        truncated = self._entry("truncated", row)
-        metadata = dict(origin.metadata)
-        if checked.loss_mask != origin.loss_mask:
-            metadata.pop("policy_spans", None)  # its numbers of tokens would be wrong for this row
-        return replace(
-            origin,
-            **{name: getattr(checked, name) for name in ("prompt", "response", "token_ids", "loss_mask")},
-            rollout_logprobs=checked.rollout_logprobs,
-            teacher_logprobs=self._teacher_logprobs(row, origin, len(tokens), is_same),
-            reward=self.raw_rewards[row],
-            rewards={**origin.rewards, TRAIN_REWARD: self.rewards[row]},
-            status=(origin.status if truncated is None else Status.TRUNCATED if truncated else Status.COMPLETED),
-            metadata=metadata,
+    if missing := sorted(set(range(len(origins))) - set(indices)):
+        raise PluginError(
+            f"{name} returned no row of sample {missing[0]}, but optimizer steps need a row of every sample: to "
+            "exclude the sample, return a row whose loss_masks are 0"
         )
+    rewards = _numbers(columns["rewards"], num_rows, name)
+    raw_rewards = _numbers(columns.get("raw_reward", [origins[index].reward for index in indices]), num_rows, name)
+    ids = list(map(str, columns.get("rollout_ids", ())))
+    trajectories = [origins[index].trajectory_id for index in indices]
+    if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
+        raise PluginError(
+            f"{name} returned rollout_ids that differ between the rows of one sample, or are equal for two samples: "
+            "give the rows of each sample an id of their own, or return no rollout_ids"
+        )
+    samples = []
+    for row, trajectory in enumerate(trajectories):
+        entries = {column: values[row] for column, values in columns.items()}
+        try:
+            sample = _sample_of_row(entries, origins[indices[row]], tokenizer)
+        except (TypeError, ValueError) as error:  # PluginError among them
+            raise PluginError(f"{name}, row {row}: {error}") from error
+        sample.reward, sample.rewards = raw_rewards[row], {**sample.rewards, TRAIN_REWARD: rewards[row]}
+        candidates = (f"{trajectory}.{number}" if number else trajectory for number in count())
+        sample.sample_id = next(candidate for candidate in candidates if candidate not in taken)
+        taken.add(sample.sample_id)
+        samples.append(sample)
+    return samples
 
-    def _teacher_logprobs(self, row: int, origin: Sample, num_tokens: int, is_same: bool) -> list[float] | None:
-        logprobs = self._entry("teacher_log_probs", row)
-        if logprobs is not None:
-            return [0.0] * (num_tokens - len(logprobs)) + list(map(float, logprobs))
-        if origin.teacher_logprobs is not None and not is_same:
-            raise PluginError("its tokens differ from the sample's: return the teacher_log_probs of these tokens")
-        return origin.teacher_logprobs
 
-    def _entry(self, name: str, row: int) -> Any:
-        return self.columns[name][row] if name in self.columns else None
+def _read_columns(returned: Any, name: str) -> dict[str, list[Any]]:
+    """Return the columns as lists. Raises PluginError if a column is unknown or missing, or if they differ in
+    length."""
+    if not isinstance(returned, Mapping):
+        raise PluginError(f"{name} returned {type(returned).__name__}: return a dictionary of lists")
+    if unknown := sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL})):
+        raise PluginError(
+            f"{name} returned {', '.join(unknown)}, which cannot be stored with the samples, so a replay would lack "
+            f"them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
+        )
+    if missing := [column for column in REQUIRED if column not in returned]:
+        raise PluginError(f"{name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
+    columns = {column: as_list(values, f"{name} returned {column}, which") for column, values in returned.items()}
+    if len(set(map(len, columns.values()))) != 1:
+        text = ", ".join(f"{len(values)} {column}" for column, values in columns.items())
+        raise PluginError(f"{name} returned lists of different lengths ({text}): return one entry per row")
+    return columns
 
-    def _columns(self, returned: Any) -> dict[str, list[Any]]:
-        """Return the columns as lists. Raises PluginError if a column is unknown or missing, or if they differ in
-        length."""
-        if not isinstance(returned, Mapping):
-            raise PluginError(f"{self.name} returned {type(returned).__name__}: return a dictionary of lists")
-        if unknown := sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL})):
-            raise PluginError(
-                f"{self.name} returned {', '.join(unknown)}, which cannot be stored with the samples, so a replay "
-                f"would lack them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
-            )
-        if missing := [name for name in REQUIRED if name not in returned]:
-            raise PluginError(f"{self.name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
-        columns = {name: as_list(values, f"{self.name} returned {name}, which") for name, values in returned.items()}
-        if len(set(map(len, columns.values()))) != 1:
-            text = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
-            raise PluginError(f"{self.name} returned lists of different lengths ({text}): return one entry per row")
-        return columns
 
-    def _sample_indices(self) -> list[int]:
-        """Return the index of each row's sample. Raises PluginError if a sample has no row."""
-        num_samples = len(self.origins)
-        indices = [int(index) for index in self.columns.get("sample_indices", range(self.num_rows))]
-        if strange := next((index for index in indices if not 0 <= index < num_samples), None):
-            raise PluginError(
-                f"{self.name} returned the sample index {strange} for {num_samples} samples: return sample_indices "
-                "with the `index` of each row's sample"
-            )
-        if missing := sorted(set(range(num_samples)) - set(indices)):
-            raise PluginError(
-                f"{self.name} returned no row of sample {missing[0]}, but optimizer steps need a row of every sample: "
-                "to exclude the sample, return a row whose loss_masks are 0"
-            )
-        return indices
+def _sample_of_row(entries: dict[str, Any], origin: Sample, tokenizer: PromptTokenizer) -> Sample:
+    """Return a copy of the sample `origin` with the tokens, loss mask, log-probs and status of a row."""
+    tokens, length = list(map(int, entries["tokens"])), int(entries["response_lengths"])
+    if not 0 < length <= len(tokens):
+        raise PluginError(
+            f"response_lengths is {length}, but there are {len(tokens)} tokens: give the number of response tokens"
+        )
+    is_same = tokens == origin.token_ids
+    if origin.routed_experts is not None and not is_same:
+        raise PluginError(
+            "its tokens differ from the sample's, for which the engine has recorded the experts: return the sample's "
+            "tokens"
+        )
+    logprobs, teacher_logprobs = entries.get("rollout_log_probs"), entries.get("teacher_log_probs")
+    if logprobs is None and is_same:
+        logprobs = origin.rollout_logprobs
+    view = UserSample(
+        tokens=tokens,
+        response_length=length,
+        loss_mask=list(entries["loss_masks"]),
+        rollout_log_probs=None if logprobs is None else list(logprobs),
+        prompt=origin.prompt,
+        response=origin.response,
+    )
+    if not is_same or length != origin.response_length:
+        texts = tokenizer.decode([tokens[:-length], tokens[-length:]], skip_special_tokens=False)
+        view.prompt, view.response = texts
+    checked = checked_sample(view)
+    if teacher_logprobs is not None:
+        teacher_logprobs = [0.0] * (len(tokens) - len(teacher_logprobs)) + list(map(float, teacher_logprobs))
+    elif origin.teacher_logprobs is not None and not is_same:
+        raise PluginError("its tokens differ from the sample's: return the teacher_log_probs of these tokens")
+    status, metadata = origin.status, dict(origin.metadata)
+    if (truncated := entries.get("truncated")) is not None:
+        status = Status.TRUNCATED if truncated else Status.COMPLETED
+    if checked.loss_mask != origin.loss_mask:
+        metadata.pop("policy_spans", None)  # its numbers of tokens would be wrong for this row
+    return replace(
+        origin,
+        **{name: getattr(checked, name) for name in ("prompt", "response", "token_ids", "loss_mask")},
+        rollout_logprobs=checked.rollout_logprobs,
+        teacher_logprobs=origin.teacher_logprobs if teacher_logprobs is None else teacher_logprobs,
+        status=status,
+        metadata=metadata,
+    )
 
 
 def _numbers(values: Any, length: int, name: str) -> list[float]:

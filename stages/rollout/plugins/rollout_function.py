@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,13 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import GroupRunner
 from penstock.stages.rollout.plugins.custom_generation import EngineHandle, load_generate_function
 from penstock.stages.rollout.plugins.filters import load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function, load_train_data_function, numbers_of
+from penstock.stages.rollout.plugins.hooks import (
+    Hooks,
+    load_log_function,
+    load_train_data_function,
+    numbers_of,
+    to_finite_numbers,
+)
 from penstock.stages.rollout.plugins.plugin_runner import PluginRunner
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import (
@@ -190,7 +195,7 @@ class RolloutFunctionCall:
         returned_samples = getattr(returned, "samples", returned)
         if self.data_set is not None:
             returned_samples, self.rewards = samples_of_evaluation(returned, self.data_set, self.name)
-        samples = list(_flatten(returned_samples))
+        samples = _flatten(returned_samples)
         if strange := next((sample for sample in samples if not isinstance(sample, Sample)), None):
             raise PluginError(f"{self.name} returned {type(strange).__name__}: return a list of groups of samples")
         groups = group_by_group_id(samples)
@@ -269,27 +274,22 @@ class RolloutFunctionCall:
         reasons = {group[0].group_id: text for collected in self.tools.collected for group, text in collected.dropped}
         buffered, dropped = [], []
         for group_id in sorted(self.source.issued.keys() - kept):
+            issued, parts = self.source.issued[group_id], self.source.handed_back.get(group_id)
             if group_id in back:
                 buffered.append(back[group_id])
-            elif group_id in self.source.handed_back:
-                buffered.append(self._handed_back_group(group_id))
-            else:
-                dropped.append((self.source.issued[group_id], reasons.get(group_id, NOT_RETURNED)))
+            elif parts is None:
+                dropped.append((issued, reasons.get(group_id, NOT_RETURNED)))
+            elif is_unfinished(parts) and not self.config.partial_rollout:
+                buffered.append(without_responses(issued))
+            else:  # a group that was handed back with its responses
+                try:
+                    samples = [checked_sample(part) for part in parts]
+                except ValueError as error:
+                    raise PluginError(f"{self.name} hands back group {group_id!r}: {error}") from error
+                for sample, part in zip(samples, parts):
+                    sample.status = Status(part.status)
+                buffered.append(samples)
         return buffered, dropped
-
-    def _handed_back_group(self, group_id: str) -> Group:
-        """Return a group that the function handed back for a later round. The group keeps its responses if it is
-        finished, or with --partial-rollout."""
-        parts = self.source.handed_back[group_id]
-        if self.config.partial_rollout or not is_unfinished(parts):
-            try:
-                samples = [checked_sample(part) for part in parts]
-            except ValueError as error:
-                raise PluginError(f"{self.name} hands back group {group_id!r}: {error}") from error
-            for sample, part in zip(samples, parts):
-                sample.status = Status(part.status)
-            return samples
-        return without_responses(self.source.issued[group_id])
 
 
 def _flatten(value: Any) -> list[Any]:
@@ -340,14 +340,10 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
             f'{name} returned {len(rewards)} "rewards" for {len(samples)} "samples": return one reward for each '
             "sample of a flat list, or no rewards"
         )
-    numbers = {}
-    for sample, reward in zip(samples, rewards):
-        try:
-            numbers[id(sample)] = float(reward)
-        except (TypeError, ValueError):
-            numbers[id(sample)] = math.nan
-        if not math.isfinite(numbers[id(sample)]):
-            raise PluginError(f'{name} returned {reward!r:.80} in "rewards": return finite numbers')
+    reward_of_id = {id(sample): reward for sample, reward in zip(samples, rewards)}
+    numbers, wrong = to_finite_numbers(reward_of_id)
+    if wrong:
+        raise PluginError(f'{name} returned {reward_of_id[wrong[0]]!r:.80} in "rewards": return finite numbers')
     return samples, numbers
 
 

@@ -101,14 +101,16 @@ def open_spooled_rows(
     the source files change. Raises DataError."""
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     disk = _Cache(Path(cache or Path(user_cache, "penstock/prompts")))
-    name = f"{_short_hash(entry, *astuple(columns))}-{_short_hash(FORMAT, *fingerprints)}"
+    identities = ([entry, *astuple(columns)], [FORMAT, *fingerprints])
+    hashes = [hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()[:16] for identity in identities]
+    name = "-".join(hashes)
     with disk.as_data_errors():
         disk.directory.mkdir(parents=True, exist_ok=True)
         if found := disk.open(name):
             return found
     disk.write(name, parts())
     with disk.as_data_errors():
-        for old in disk.directory.glob(f"{name.partition('-')[0]}-*"):  # cached files of older versions of the entry
+        for old in disk.directory.glob(f"{hashes[0]}-*"):  # cached files of older versions of the entry
             if old.stem != name and old.suffix in (".rows", ".npz"):
                 old.unlink(missing_ok=True)
         if found := disk.open(name):
@@ -182,7 +184,3 @@ class _Cache:
                 f"({'no space left' if full else error.strerror or error}): "
                 "name a writable directory with enough space with --data-cache, or omit --streaming-data"
             ) from error
-
-
-def _short_hash(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
