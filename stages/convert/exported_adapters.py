@@ -63,19 +63,17 @@ class StoredAdapters:
     def matrices(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the LoRA matrices A [parts * rank, in] and B [out, rank] of a layer, which may join several Hugging
         Face modules (parts)."""
-        return self._fetch(layer, "lora_A"), self._fetch(layer, "lora_B")
+        matrices = []
+        for kind in ("lora_A", "lora_B"):
+            key, expert = stored_matrix(layer, kind)
+            with self._weights.open_parameter(key) as stored:  # the matrices of all experts are stacked
+                matrices.append((stored if expert is None else stored[expert]).clone())
+        return matrices[0], matrices[1]
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """Return `weight`, the base weight of a layer, with the layer's adapter added."""
         parts = part_of_row(self.layout, self.targets[layer])
         return merge(weight, *self.matrices(layer), parts, self.options.scale)
-
-    def _fetch(self, layer: str, kind: str) -> Tensor:
-        key, expert = stored_matrix(layer, kind)
-        if expert is None:
-            return self._weights.fetch(key)
-        with self._weights.open_parameter(key) as stacked:
-            return stacked[expert].clone()
 
 
 class MergedWeights:

@@ -94,14 +94,11 @@ class SourceHash:
     """A work item: hash one weight file of the source."""
 
     path: Path
+    num_bytes: int = 0  # progress counts written bytes only
 
     @property
     def name(self) -> str:
         return f"hash-{self.path.name}"
-
-    @property
-    def num_bytes(self) -> int:
-        return 0  # progress counts written bytes only
 
 
 @dataclass(frozen=True)
@@ -410,7 +407,7 @@ def copy_megatron_weights(
     layout = checkpoint_layout(shape)
     weights, result = TorchDistWeights(source, layout), layout.with_key_names(names)
     slices: dict[Slice, tuple[str, ShardSlice]] = {
-        Slice(piece.key, piece.offset, piece.sizes, weights.dtype(name)): (name, piece)
+        Slice(piece.key, piece.offset, piece.sizes, weights.meta[name].dtype): (name, piece)
         for name, pieces in result.slices.items()
         for piece in pieces
     }
