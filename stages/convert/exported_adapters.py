@@ -70,11 +70,6 @@ class StoredAdapters:
                 matrices.append((stored if expert is None else stored[expert]).clone())
         return matrices[0], matrices[1]
 
-    def merged(self, layer: str, weight: Tensor) -> Tensor:
-        """Return `weight`, the base weight of a layer, with the layer's adapter added."""
-        parts = part_of_row(self.layout, self.targets[layer])
-        return merge(weight, *self.matrices(layer), parts, self.options.scale)
-
 
 class MergedWeights:
     """Base weights with adapters added to them, read one parameter at a time as from `TorchDistWeights`."""
@@ -85,21 +80,24 @@ class MergedWeights:
     @contextmanager
     def open_parameter(self, name: str) -> Iterator[Tensor]:
         """Yield a full parameter with its adapter added, on the CPU, valid inside the `with` block only."""
-        layer = name.removesuffix(".weight")
+        layer, adapters = name.removesuffix(".weight"), self.adapters
         with self.base.open_parameter(name) as weight:
-            yield self.adapters.merged(layer, weight) if layer in self.adapters.targets else weight
+            if layer in adapters.targets:
+                parts = part_of_row(adapters.layout, adapters.targets[layer])
+                weight = merge(weight, *adapters.matrices(layer), parts, adapters.options.scale)
+            yield weight
 
 
 def base_commit(store: Store, checkpoint: Commit) -> Commit:
     """Return the commit with the base weights of a checkpoint of adapters. Raises ModelError if it is missing."""
     key = checkpoint.inputs["base"]
-    data = store.read(key)
-    if data is None:
+    commit = store.read_record(Commit, key)
+    if commit is None:
         raise ModelError(
             f"{checkpoint.attempt} has adapters for the weights {key}, which are not in the store: restore them from a "
             "backup"
         )
-    return Commit.model_validate_json(data)
+    return commit
 
 
 def adapter_options(checkpoint: Commit | str | Path) -> LoraOptions | None:

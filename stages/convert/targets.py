@@ -123,13 +123,13 @@ class DirectoryTarget:
         return None
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        def final_key(key: str) -> str:
-            return self.final + key.removeprefix(self.work)
-
         record = commit.model_copy(
             update={
-                "attempt": final_key(self.attempt),
-                "files": [file.model_copy(update={"path": final_key(file.path)}) for file in commit.files],
+                "attempt": self.final + self.attempt.removeprefix(self.work),
+                "files": [
+                    file.model_copy(update={"path": self.final + file.path.removeprefix(self.work)})
+                    for file in commit.files
+                ],
                 "state": {**commit.state, "identity": identity},
             }
         )
@@ -178,8 +178,7 @@ def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[
 def read_record(store: Store, name: str) -> Commit | None:
     """Return the commit record of a directory written by `penstock convert --save`; None if it has no record."""
     is_file = store.is_local and Path(store.path(name)).is_file()
-    data = None if is_file else store.read(f"{name}/{RECORD}")
-    return None if data is None else Commit.model_validate_json(data)
+    return None if is_file else store.read_record(Commit, f"{name}/{RECORD}")
 
 
 def origin_of_copy(directory: Path) -> dict[str, str]:

@@ -79,7 +79,18 @@ class TorchDistWeights:
         self.tensors = cast(dict[str, Any], metadata.state_dict_metadata)
         for name, pieces in self.checkpoint.slices.items():
             for piece in pieces:
-                self._check_tensor(name, piece)
+                stored, needed = self.tensors.get(piece.key), piece.stored_shape
+                if not isinstance(stored, TensorStorageMetadata):
+                    raise ModelError(
+                        f"{self.directory} has no tensor {piece.key!r}, which stores the parameter {name}: use a "
+                        "checkpoint of this model"
+                    )
+                shape = tuple(stored.size)
+                if not (shape[1:] == needed[1:] and shape[0] >= needed[0] if piece.padded else shape == needed):
+                    raise ModelError(
+                        f"{self.directory}: {piece.key} has shape {list(shape)}, config.json needs {list(needed)}: use "
+                        "the config.json that belongs to this checkpoint"
+                    )
         self.meta = {  # parameter name -> full tensor on the meta device: shape and dtype of the parameter
             name: torch.empty(
                 self.checkpoint.shape(name), dtype=self.tensors[pieces[0].key].properties.dtype, device="meta"
@@ -173,22 +184,6 @@ class TorchDistWeights:
                 with open(self.directory / file_name, "rb") as file:
                     self._maps[file_name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return self._maps[file_name]
-
-    def _check_tensor(self, name: str, piece: ShardSlice) -> None:
-        """Raise ModelError unless the checkpoint has the tensor of a slice with the expected shape."""
-        stored = self.tensors.get(piece.key)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise ModelError(
-                f"{self.directory} has no tensor {piece.key!r}, which stores the parameter {name}: use a "
-                "checkpoint of this model"
-            )
-        shape, needed = tuple(stored.size), piece.stored_shape
-        fits = shape[1:] == needed[1:] and shape[0] >= needed[0] if piece.padded else shape == needed
-        if not fits:
-            raise ModelError(
-                f"{self.directory}: {piece.key} has shape {list(shape)}, config.json needs {list(needed)}: use the "
-                "config.json that belongs to this checkpoint"
-            )
 
 
 def tensor_view(path: Path, memory: mmap.mmap, start: int, length: int) -> Tensor | None:

@@ -302,12 +302,12 @@ class PolicyRestorer:
         return commit
 
     def _read_model(self, key: str) -> Commit:
-        data = self.store.read(key)
-        if data is None:
+        commit = self.store.read_record(Commit, key)
+        if commit is None:
             raise RunError(
                 f"model {key} is not in the store {self.store.uri!r}: convert the model again (`penstock convert`)"
             )
-        return Commit.model_validate_json(data)
+        return commit
 
 
 def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
