@@ -127,12 +127,10 @@ def convert_hf(
     check_logits: bool = False,
     options: ConversionOptions = ConversionOptions(),
 ) -> CheckpointRef:
-    """Convert a model in this process, unless the result exists.
+    """Convert a model in this process, unless the result exists, into `store` or `options.save`.
 
     Args:
-        store: store of the result, unless `options.save` is set.
-        on_progress: called with (bytes done, total bytes); with `verify`, each byte counts when written and when
-            verified.
+        on_progress: called with (bytes done, total bytes); `verify` counts each byte when written and when verified.
         verify: read the result back and compare it with the source bit for bit.
         check_logits: compare logits of a few tokens with transformers, which is then imported.
     """
@@ -344,10 +342,9 @@ def export_megatron(
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
     `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `names`: tensor names,
-    as in Megatron's local layers or in those of TransformerEngine. `iteration`: number of
-    training iterations that Megatron shall find in the directory: the weights are written into a subdirectory such as
-    `iter_0000020`. None: they are written into the subdirectory `release`, Megatron's name of a checkpoint to start
-    training from.
+    as in Megatron's local layers or in those of TransformerEngine. `iteration`: number of training iterations that
+    Megatron shall find: the weights are written into `iter_0000020`, for instance; None: into `release`, Megatron's
+    name of a checkpoint to start training from.
     """
     target, identity = export_target(store, checkpoint, origin, save, names, iteration)
     if existing := target.find_published(identity):

@@ -88,8 +88,6 @@ def read_eval_file(path: str) -> EvalFile:
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8").replace("\r\n", "\n")
         values = _parse_eval_yaml(text) if path.endswith(_YAML) else tomllib.loads(text)
-    except FileNotFoundError:
-        raise OptionError("this file does not exist: give a TOML file with [[datasets]]") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
     except OSError as error:

@@ -259,10 +259,7 @@ class PolicyRestorer:
     ) -> list[float]:
         """Return to first order how much training on each sample of a committed round has raised the sum of contrast x
         log-prob over the samples of `evaluations` (stages/train/influence.py). Writes nothing to the store.
-        Afterwards the ranks do not hold a policy version.
-
-        Raises:
-            ReplayError, RunError: the policy with which the round began cannot be restored (`restore`).
+        Afterwards the ranks do not hold a policy version. Raises the errors of `restore`.
         """
         rollout, objectives = self._read_commit(self.keys.rollout_prefix(rollout_id)), []
         with self.group.lock:

@@ -28,13 +28,8 @@ MAX_MEMORY_EVENTS = 1_000_000  # maximum number of allocations and frees in a sn
 
 
 class RankDiagnostics:
-    """Traces rounds and records memory on one rank, as `config` requests.
-
-    Args:
-        config: which rounds and parts are traced, and where files are written.
-        run: name of the run, a directory below --profile-dir.
-        rank: rank of this process among all trainer ranks.
-    """
+    """Traces rounds and records memory on one rank, as `config` requests. `run`, the name of the run, is a directory
+    below --profile-dir."""
 
     def __init__(self, config: DiagnosticsConfig, run: str, rank: int) -> None:
         self.config, self.run, self.rank = config, run, rank
@@ -100,14 +95,8 @@ class RankDiagnostics:
     # ---- end of a round ----------------------------------------------------------------------------------------------
 
     def end_round(self, rollout_id: int, table: pa.Table, batch: Batch, trained: TrainedRound) -> None:
-        """Write the data that a round was trained on, and the memory snapshot, if they are requested.
-
-        Args:
-            rollout_id: number of the round.
-            table: committed samples of the round.
-            batch: the same samples as arrays.
-            trained: the result of training.
-        """
+        """Write the memory snapshot and the data that the round was trained on, if they are requested. `table` has the
+        committed samples of the round, `batch` the same samples as arrays."""
         self._num_rounds += 1
         self._end_recording_memory(rollout_id)
         template = self.config.save_debug_train_data
