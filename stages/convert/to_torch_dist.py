@@ -69,7 +69,7 @@ from penstock.stages.convert.torch_dist_files import (
 )
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.commit import CheckpointRef, Commit, Frozen, commit_key
-from penstock.storage.disk import hash_file
+from penstock.storage.disk import hash_file, map_in_threads
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
@@ -183,7 +183,9 @@ def _known_fingerprint(store: Store, target: Target, hf_dir: Path, stat: str) ->
         return model_fingerprint(hf_dir) if target.is_occupied() else None
     if memo := store.read_record(FingerprintMemo, fingerprint_key(stat)):
         return memo.fingerprint
-    if not target.may_have_model(header_hash(hf_dir)):
+    names, headers = store.committed_names("models"), header_hash(hf_dir)
+    commits = map_in_threads(lambda name: store.committed(f"models/{name}"), names, 16)
+    if not any(commit is not None and commit.state.get("headers") == headers for commit in commits):
         return None
     fingerprint = model_fingerprint(hf_dir)
     record_fingerprint(store, stat, fingerprint)

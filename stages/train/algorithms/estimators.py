@@ -31,19 +31,19 @@ def grpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) ->
     """Assign to each token the reward of its sample, standardized within the group (GRPO, arXiv 2402.03300), or only
     centered with --disable-grpo-std-normalization (Dr. GRPO, arXiv 2503.20783)."""
     normalize = center if config.disable_grpo_std_normalization else standardize
-    return Estimate(_normalize_rewards(normalize, experience, config)[experience.sample_index])
+    return Estimate(_normalized_rewards(normalize, experience, config))
 
 
 def rloo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
     """Assign to each token the reward of its sample minus the mean reward of the group's other samples (RLOO, arXiv
     2402.14740)."""
-    return Estimate(_normalize_rewards(leave_one_out, experience, config)[experience.sample_index])
+    return Estimate(_normalized_rewards(leave_one_out, experience, config))
 
 
 def maxrl(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
     """Assign to each token the reward of its sample minus the mean of the group, divided by this mean (MaxRL, arXiv
     2602.02710)."""
-    return Estimate(_normalize_rewards(divide_by_mean, experience, config)[experience.sample_index])
+    return Estimate(_normalized_rewards(divide_by_mean, experience, config))
 
 
 def gdpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
@@ -61,15 +61,17 @@ def gdpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) ->
 def reinforce_plus_plus_baseline(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
     """Assign to each token the reward of its sample minus the mean of the group, minus the KL penalty of the token
     (REINFORCE++-baseline, arXiv 2501.03262)."""
-    return Estimate(_normalize_rewards(center, experience, config)[experience.sample_index] - kl_penalty)
+    return Estimate(_normalized_rewards(center, experience, config) - kl_penalty)
 
 
-def _normalize_rewards(
+def _normalized_rewards(
     normalize: Callable[[Tensor, Tensor], Tensor], experience: Experience, config: AlgorithmConfig
-) -> Tensor:  # [B] float64
-    if config.disable_rewards_normalization or not experience.normalize_rewards:
-        return experience.rewards.double()
-    return normalize(experience.rewards, experience.group_index)
+) -> Tensor:  # [N] float64
+    """Return for each token the reward of its sample, normalized within the group unless that is disabled."""
+    rewards = experience.rewards.double()
+    if experience.normalize_rewards and not config.disable_rewards_normalization:
+        rewards = normalize(rewards, experience.group_index)
+    return rewards[experience.sample_index]
 
 
 def center(
