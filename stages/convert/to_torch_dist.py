@@ -26,7 +26,6 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
     CheckpointLayout,
     MegatronNames,
-    ShardSlice,
     checkpoint_layout,
     write_common_files,
 )
@@ -405,7 +404,7 @@ def copy_megatron_weights(
     assets_dir, shape = origin.directory, origin.shape()
     layout = checkpoint_layout(shape)
     weights, result = TorchDistWeights(source, layout), layout.with_key_names(names)
-    slices: dict[Slice, tuple[str, ShardSlice]] = {
+    slices = {
         Slice(piece.key, piece.offset, piece.sizes, weights.meta[name].dtype): (name, piece)
         for name, pieces in result.slices.items()
         for piece in pieces
@@ -446,6 +445,5 @@ def copy_megatron_weights(
 
 def _identity_of_copy(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
     """Return the name of the result: a hash of the checkpoint's files, the origin and the tensor names."""
-    return xxhash.xxh3_64_hexdigest(
-        f"{COPY_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}".encode()
-    )
+    content = f"{COPY_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}"
+    return xxhash.xxh3_64_hexdigest(content.encode())
