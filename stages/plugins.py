@@ -214,18 +214,24 @@ def _split(path: str) -> tuple[str, str]:
 def _load_module(location: str, path: str) -> ModuleType:
     for adapter in ADAPTERS:
         adapter.provide_modules()
-    if location.endswith(".py"):
-        return _load_file(Path(location))
+    is_file = location.endswith(".py")
+    if is_file and not Path(location).is_file():
+        raise PluginError(f"{location} does not exist: give the path of a Python file")
     try:
         with time_limit("the import"):
-            return importlib.import_module(location)
+            return _load_file(Path(location)) if is_file else importlib.import_module(location)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{path}: module {location} fails to import: {_describe_import_error(error)}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            reason = (
+                f"the module calls sys.exit({error.code!r:.50}) during the import; remove the call, or move it under "
+                '`if __name__ == "__main__"`'
+            )
+        where = location if is_file else f"{path}: module {location}"
+        raise PluginError(f"{where} fails to import: {reason}") from error
 
 
 def _load_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise PluginError(f"{file} does not exist: give the path of a Python file")
     name = f"penstock_custom_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -236,22 +242,11 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
-        with time_limit("the import"):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        raise PluginError(f"{file} fails to import: {_describe_import_error(error)}") from error
+        raise
     return module
-
-
-def _describe_import_error(error: BaseException) -> str:
-    """Return the reason of a failed import, for use in an error message."""
-    if isinstance(error, SystemExit):
-        return (
-            f"the module calls sys.exit({error.code!r:.50}) during the import; remove the call, or move it under "
-            '`if __name__ == "__main__"`'
-        )
-    return f"{type(error).__name__}: {error}"
 
 
 def _defined_callables(module: ModuleType) -> list[str]:
@@ -262,11 +257,12 @@ def _defined_callables(module: ModuleType) -> list[str]:
         return []
     symbols = symtable.symtable(importlib.util.decode_source(Path(file).read_bytes()), file, "exec")
     names = [symbol.get_name() for symbol in symbols.get_symbols() if symbol.is_assigned()]
-    own = [(name, getattr(module, name, None)) for name in names if not name.startswith("_")]
-    return [name for name, value in own if callable(value) and not _is_type_alias(value, module)]
-
-
-def _is_type_alias(value: Any, module: ModuleType) -> bool:
-    if isinstance(value, type):
-        return value.__module__ != module.__name__
-    return typing.get_origin(value) is not None or isinstance(value, typing.NewType)
+    own = {name: getattr(module, name, None) for name in names if not name.startswith("_")}
+    aliases = {  # of types
+        name
+        for name, value in own.items()
+        if (isinstance(value, type) and value.__module__ != module.__name__)
+        or (not isinstance(value, type) and typing.get_origin(value) is not None)
+        or isinstance(value, typing.NewType)
+    }
+    return [name for name, value in own.items() if callable(value) and name not in aliases]

@@ -44,17 +44,13 @@ _SANDBOX_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")  
 
 
 class WorkerLost(Exception):
-    """The worker process hung or died before a job had a result.
-
-    Args:
-        limit: seconds that were exceeded; None: the process died.
-        exit_code: exit code of the process.
-        is_loading: the process had not yet prepared the function that runs jobs.
-    """
+    """The worker process hung or died before a job had a result."""
 
     def __init__(self, limit: float | None, exit_code: int, is_loading: bool) -> None:
         super().__init__(limit, exit_code, is_loading)
-        self.limit, self.exit_code, self.is_loading = limit, exit_code, is_loading
+        self.limit = limit  # seconds that were exceeded; None: the process died
+        self.exit_code = exit_code
+        self.is_loading = is_loading  # the process had not yet prepared the function that runs jobs
 
 
 class WorkerProcess:

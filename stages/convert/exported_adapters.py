@@ -63,19 +63,12 @@ class StoredAdapters:
     def matrices(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the LoRA matrices A [parts * rank, in] and B [out, rank] of a layer, which may join several Hugging
         Face modules (parts)."""
-        return self._fetch(layer, "lora_A"), self._fetch(layer, "lora_B")
-
-    def merged(self, layer: str, weight: Tensor) -> Tensor:
-        """Return `weight`, the base weight of a layer, with the layer's adapter added."""
-        parts = part_of_row(self.layout, self.targets[layer])
-        return merge(weight, *self.matrices(layer), parts, self.options.scale)
-
-    def _fetch(self, layer: str, kind: str) -> Tensor:
-        key, expert = stored_matrix(layer, kind)
-        if expert is None:
-            return self._weights.fetch(key)
-        with self._weights.open_parameter(key) as stacked:
-            return stacked[expert].clone()
+        matrices = []
+        for kind in ("lora_A", "lora_B"):
+            key, expert = stored_matrix(layer, kind)
+            with self._weights.open_parameter(key) as stored:  # the matrices of all experts are stacked
+                matrices.append((stored if expert is None else stored[expert]).clone())
+        return matrices[0], matrices[1]
 
 
 class MergedWeights:
@@ -87,21 +80,24 @@ class MergedWeights:
     @contextmanager
     def open_parameter(self, name: str) -> Iterator[Tensor]:
         """Yield a full parameter with its adapter added, on the CPU, valid inside the `with` block only."""
-        layer = name.removesuffix(".weight")
+        layer, adapters = name.removesuffix(".weight"), self.adapters
         with self.base.open_parameter(name) as weight:
-            yield self.adapters.merged(layer, weight) if layer in self.adapters.targets else weight
+            if layer in adapters.targets:
+                parts = part_of_row(adapters.layout, adapters.targets[layer])
+                weight = merge(weight, *adapters.matrices(layer), parts, adapters.options.scale)
+            yield weight
 
 
 def base_commit(store: Store, checkpoint: Commit) -> Commit:
     """Return the commit with the base weights of a checkpoint of adapters. Raises ModelError if it is missing."""
     key = checkpoint.inputs["base"]
-    data = store.read(key)
-    if data is None:
+    commit = store.read_record(Commit, key)
+    if commit is None:
         raise ModelError(
             f"{checkpoint.attempt} has adapters for the weights {key}, which are not in the store: restore them from a "
             "backup"
         )
-    return Commit.model_validate_json(data)
+    return commit
 
 
 def adapter_options(checkpoint: Commit | str | Path) -> LoraOptions | None:

@@ -47,15 +47,13 @@ SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file of an export
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass
 class StoreTarget:
-    """The model `models/<identity>` in a store, shared by all runs that start from the same source files."""
+    """The model `models/<identity>` in a store, shared by all runs that start from the same source files. `name` of the
+    attempt: equal for the same source and options."""
 
-    store: Store
-    name: str  # name of the attempt; equal for the same source and options
-
-    def __post_init__(self) -> None:
-        self.attempt = f"models/attempt-{self.name}"  # key prefix of the written files
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self.attempt = f"models/attempt-{name}"  # key prefix of the written files
         self.records_prefix = f"{self.attempt}.parts"  # key prefix of the records of finished work items
 
     def find_published(self, identity: str) -> CheckpointRef | None:
@@ -66,14 +64,6 @@ class StoreTarget:
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
         """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
         return self._checkpoint_ref(identity, self.store.commit(f"models/{identity}", commit))
-
-    def may_have_model(self, header_hash: str) -> bool:
-        """Return whether the store may have a model whose source has this hash of config, tokenizer and file headers
-        (`header_hash`)."""
-        suffix = commit_key("")
-        names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
-        commits = disk.map_in_threads(lambda name: self.store.committed(f"models/{name}"), names, 16)
-        return any(commit is not None and commit.state.get("headers") == header_hash for commit in commits)
 
     def _checkpoint_ref(self, identity: str, commit: Commit) -> CheckpointRef:
         uri = f"{self.store.uri}/{commit.attempt}"
@@ -123,13 +113,13 @@ class DirectoryTarget:
         return None
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        def final_key(key: str) -> str:
-            return self.final + key.removeprefix(self.work)
-
         record = commit.model_copy(
             update={
-                "attempt": final_key(self.attempt),
-                "files": [file.model_copy(update={"path": final_key(file.path)}) for file in commit.files],
+                "attempt": self.final + self.attempt.removeprefix(self.work),
+                "files": [
+                    file.model_copy(update={"path": self.final + file.path.removeprefix(self.work)})
+                    for file in commit.files
+                ],
                 "state": {**commit.state, "identity": identity},
             }
         )
@@ -178,8 +168,7 @@ def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[
 def read_record(store: Store, name: str) -> Commit | None:
     """Return the commit record of a directory written by `penstock convert --save`; None if it has no record."""
     is_file = store.is_local and Path(store.path(name)).is_file()
-    data = None if is_file else store.read(f"{name}/{RECORD}")
-    return None if data is None else Commit.model_validate_json(data)
+    return None if is_file else store.read_record(Commit, f"{name}/{RECORD}")
 
 
 def origin_of_copy(directory: Path) -> dict[str, str]:

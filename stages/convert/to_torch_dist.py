@@ -26,7 +26,6 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
     CheckpointLayout,
     MegatronNames,
-    ShardSlice,
     checkpoint_layout,
     write_common_files,
 )
@@ -69,7 +68,7 @@ from penstock.stages.convert.torch_dist_files import (
 )
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.commit import CheckpointRef, Commit, Frozen, commit_key
-from penstock.storage.disk import hash_file
+from penstock.storage.disk import hash_file, map_in_threads
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
@@ -94,14 +93,11 @@ class SourceHash:
     """A work item: hash one weight file of the source."""
 
     path: Path
+    num_bytes: int = 0  # progress counts written bytes only
 
     @property
     def name(self) -> str:
         return f"hash-{self.path.name}"
-
-    @property
-    def num_bytes(self) -> int:
-        return 0  # progress counts written bytes only
 
 
 @dataclass(frozen=True)
@@ -130,12 +126,10 @@ def convert_hf(
     check_logits: bool = False,
     options: ConversionOptions = ConversionOptions(),
 ) -> CheckpointRef:
-    """Convert a model in this process, unless the result exists.
+    """Convert a model in this process, unless the result exists, into `store` or `options.save`.
 
     Args:
-        store: store of the result, unless `options.save` is set.
-        on_progress: called with (bytes done, total bytes); with `verify`, each byte counts when written and when
-            verified.
+        on_progress: called with (bytes done, total bytes); `verify` counts each byte when written and when verified.
         verify: read the result back and compare it with the source bit for bit.
         check_logits: compare logits of a few tokens with transformers, which is then imported.
     """
@@ -188,7 +182,9 @@ def _known_fingerprint(store: Store, target: Target, hf_dir: Path, stat: str) ->
         return model_fingerprint(hf_dir) if target.is_occupied() else None
     if memo := store.read_record(FingerprintMemo, fingerprint_key(stat)):
         return memo.fingerprint
-    if not target.may_have_model(header_hash(hf_dir)):
+    names, headers = store.committed_names("models"), header_hash(hf_dir)
+    commits = map_in_threads(lambda name: store.committed(f"models/{name}"), names, 16)
+    if not any(commit is not None and commit.state.get("headers") == headers for commit in commits):
         return None
     fingerprint = model_fingerprint(hf_dir)
     record_fingerprint(store, stat, fingerprint)
@@ -347,10 +343,9 @@ def export_megatron(
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
     `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `names`: tensor names,
-    as in Megatron's local layers or in those of TransformerEngine. `iteration`: number of
-    training iterations that Megatron shall find in the directory: the weights are written into a subdirectory such as
-    `iter_0000020`. None: they are written into the subdirectory `release`, Megatron's name of a checkpoint to start
-    training from.
+    as in Megatron's local layers or in those of TransformerEngine. `iteration`: number of training iterations that
+    Megatron shall find: the weights are written into `iter_0000020`, for instance; None: into `release`, Megatron's
+    name of a checkpoint to start training from.
     """
     target, identity = export_target(store, checkpoint, origin, save, names, iteration)
     if existing := target.find_published(identity):
@@ -409,8 +404,8 @@ def copy_megatron_weights(
     assets_dir, shape = origin.directory, origin.shape()
     layout = checkpoint_layout(shape)
     weights, result = TorchDistWeights(source, layout), layout.with_key_names(names)
-    slices: dict[Slice, tuple[str, ShardSlice]] = {
-        Slice(piece.key, piece.offset, piece.sizes, weights.dtype(name)): (name, piece)
+    slices = {
+        Slice(piece.key, piece.offset, piece.sizes, weights.meta[name].dtype): (name, piece)
         for name, pieces in result.slices.items()
         for piece in pieces
     }
@@ -450,6 +445,5 @@ def copy_megatron_weights(
 
 def _identity_of_copy(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
     """Return the name of the result: a hash of the checkpoint's files, the origin and the tensor names."""
-    return xxhash.xxh3_64_hexdigest(
-        f"{COPY_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}".encode()
-    )
+    content = f"{COPY_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}"
+    return xxhash.xxh3_64_hexdigest(content.encode())

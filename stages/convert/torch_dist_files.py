@@ -51,7 +51,7 @@ from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, ShardSlice
 from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
 from penstock.engines.megatron.checkpoints.writer import ArchiveFile
-from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
 from penstock.storage.errors import ModelError
@@ -79,10 +79,23 @@ class TorchDistWeights:
         self.tensors = cast(dict[str, Any], metadata.state_dict_metadata)
         for name, pieces in self.checkpoint.slices.items():
             for piece in pieces:
-                self._check_tensor(name, piece)
+                stored, needed = self.tensors.get(piece.key), piece.stored_shape
+                if not isinstance(stored, TensorStorageMetadata):
+                    raise ModelError(
+                        f"{self.directory} has no tensor {piece.key!r}, which stores the parameter {name}: use a "
+                        "checkpoint of this model"
+                    )
+                shape = tuple(stored.size)
+                if not (shape[1:] == needed[1:] and shape[0] >= needed[0] if piece.padded else shape == needed):
+                    raise ModelError(
+                        f"{self.directory}: {piece.key} has shape {list(shape)}, config.json needs {list(needed)}: use "
+                        "the config.json that belongs to this checkpoint"
+                    )
         self.meta = {  # parameter name -> full tensor on the meta device: shape and dtype of the parameter
-            name: torch.empty(self.checkpoint.shape(name), dtype=self.dtype(name), device="meta")
-            for name in self.checkpoint.slices
+            name: torch.empty(
+                self.checkpoint.shape(name), dtype=self.tensors[pieces[0].key].properties.dtype, device="meta"
+            )
+            for name, pieces in self.checkpoint.slices.items()
         }
         self._spare: list[Tensor] = []
         self._maps: dict[str, mmap.mmap] = {}
@@ -98,29 +111,24 @@ class TorchDistWeights:
                     )
                 self._chunks[key, tuple(chunk.offsets[:count])].append(chunk)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter."""
-        return self.tensors[self.checkpoint.slices[name][0].key].properties.dtype
-
     @contextmanager
     def open_parameter(self, name: str) -> Iterator[Tensor]:
         """Yield a full parameter on the CPU, valid inside the `with` block only. A parameter of one chunk is a view of
         the mapped file; several chunks are copied into a buffer, which later calls reuse."""
-        shape, pieces = self.checkpoint.shape(name), self.checkpoint.slices[name]
+        full, pieces = self.meta[name], self.checkpoint.slices[name]
         parts = [
             (piece, item, self._read_part(name, item)) for piece in pieces for item in self._read_items(name, piece)
         ]
         if len(parts) == 1:
-            yield parts[0][2].reshape(shape)
+            yield parts[0][2].reshape(full.shape)
         else:
-            num_bytes = math.prod(shape) * self.dtype(name).itemsize
             try:  # page faults of new memory would take as long as the rest of the read
                 buffer = self._spare.pop()
             except IndexError:
                 buffer = torch.empty(0, dtype=torch.uint8)
-            if buffer.numel() < num_bytes:
-                buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            full = buffer[:num_bytes].view(self.dtype(name)).view(shape)
+            if buffer.numel() < full.nbytes:
+                buffer = torch.empty(full.nbytes, dtype=torch.uint8)
+            full = buffer[: full.nbytes].view(full.dtype).view(full.shape)
             for piece, item, part in parts:
                 spans = zip(item.dest_offsets, item.lengths, strict=True)
                 index = tuple(slice(start, start + length) for start, length in spans)
@@ -156,9 +164,10 @@ class TorchDistWeights:
         """Return the part of a stored chunk that a read item describes."""
         info = self.storage[item.storage_index]
         try:
-            chunk = tensor_view(self._memory_map(info.relative_path), info.offset, info.length)
+            path, memory = self.directory / info.relative_path, self._memory_map(info.relative_path)
+            chunk = tensor_view(path, memory, info.offset, info.length)
             if chunk is None:
-                with open(self.directory / info.relative_path, "rb") as file:
+                with open(path, "rb") as file:
                     view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
                     chunk = cast(Tensor, torch.load(view, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -176,32 +185,19 @@ class TorchDistWeights:
                     self._maps[file_name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return self._maps[file_name]
 
-    def _check_tensor(self, name: str, piece: ShardSlice) -> None:
-        """Raise ModelError unless the checkpoint has the tensor of a slice with the expected shape."""
-        stored = self.tensors.get(piece.key)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise ModelError(
-                f"{self.directory} has no tensor {piece.key!r}, which stores the parameter {name}: use a "
-                "checkpoint of this model"
-            )
-        shape, needed = tuple(stored.size), piece.stored_shape
-        fits = shape[1:] == needed[1:] and shape[0] >= needed[0] if piece.padded else shape == needed
-        if not fits:
-            raise ModelError(
-                f"{self.directory}: {piece.key} has shape {list(shape)}, config.json needs {list(needed)}: use the "
-                "config.json that belongs to this checkpoint"
-            )
 
-
-def tensor_view(memory: mmap.mmap, start: int, length: int) -> Tensor | None:
+def tensor_view(path: Path, memory: mmap.mmap, start: int, length: int) -> Tensor | None:
     """Return a view of a tensor that `torch.save` wrote into a byte range of a file; None if the range needs
-    `torch.load`. The map of the file is private, so that writing to the tensor does not change the file."""
-    if start + length > len(memory):
-        return None
+    `torch.load`. `memory`, the map of the file, is private, so that writing to the tensor does not change the file."""
     try:
-        with zipfile.ZipFile(_MappedRange(memory, start, length)) as archive:
+        # zipfile finds an archive at the end of a file, after any other bytes: a second map ends with the range
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), start + length, access=mmap.ACCESS_READ) as up_to_end,
+            zipfile.ZipFile(cast(IO[bytes], up_to_end)) as archive,
+        ):
             pickled = next(member for member in archive.infolist() if member.filename.endswith("/data.pkl"))
-            at = start + _content_offset(memory, start, pickled)
+            at = _content_offset(memory, pickled)
             saved = _TensorUnpickler(io.BytesIO(memory[at : at + pickled.file_size])).load()
             member = archive.getinfo(f"{pickled.filename.removesuffix('data.pkl')}data/{saved.storage}")
     except Exception:  # a damaged archive may raise anything; `torch.load` reports it
@@ -211,16 +207,15 @@ def tensor_view(memory: mmap.mmap, start: int, length: int) -> Tensor | None:
     plain = saved.offset == 0 and saved.stride == contiguous and member.compress_type == zipfile.ZIP_STORED
     if not plain or count == 0 or member.file_size != count * saved.dtype.itemsize:
         return None
-    at = start + _content_offset(memory, start, member)
+    at = _content_offset(memory, member)
     return torch.frombuffer(memory, dtype=saved.dtype, count=count, offset=at).view(saved.size)
 
 
-def _content_offset(memory: mmap.mmap, start: int, member: zipfile.ZipInfo) -> int:
-    """Return the offset of a member's content from the start of its archive. (`ZipFile.read` would check a CRC, which
-    may be absent.)"""
-    header = start + member.header_offset
+def _content_offset(memory: mmap.mmap, member: zipfile.ZipInfo) -> int:
+    """Return the offset of a member's content in the file. (`ZipFile.read` would check a CRC, which may be absent.)"""
+    header = member.header_offset
     name_length, extra_length = struct.unpack("<HH", memory[header + 26 : header + LOCAL_HEADER])
-    return member.header_offset + LOCAL_HEADER + name_length + extra_length
+    return header + LOCAL_HEADER + name_length + extra_length
 
 
 class _SavedTensor:
@@ -251,32 +246,6 @@ class _TensorUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> tuple[str, torch.dtype]:
         _, dtype, key, _, _ = pid
         return key, dtype
-
-
-class _MappedRange(io.RawIOBase):
-    """A byte range of mapped memory as a read-only file object."""
-
-    def __init__(self, memory: mmap.mmap, start: int, length: int) -> None:
-        self.memory, self.start, self.length, self.at = memory, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        return self.at
-
-    def read(self, size: int = -1) -> bytes:
-        end = self.length if size < 0 else min(self.at + size, self.length)
-        data = self.memory[self.start + self.at : self.start + end]
-        self.at = end
-        return data
 
 
 # ---- plan of a conversion --------------------------------------------------------------------------------------------
@@ -332,21 +301,31 @@ def plan_units(
 ) -> list[WorkUnit]:
     """Plan the work units of a conversion from names, shapes and locations of the source's tensors. Deterministic:
     every process plans the same units for the same source."""
-    runs = _RunFinder(layout, weights.info)
     files = {path: index for index, path in enumerate(weights.files)}
     placed: list[tuple[tuple[int, int], Slice]] = []  # ((file, offset) of the slice's last rows in the source, slice)
+    source_rows: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for name, pieces in checkpoint.slices.items():
-        dtype, shape = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name)
-        whole = runs.find_source_rows(name)
+        sources, shape = layout.hf_names_of(name), checkpoint.shape(name)
+        shapes = tuple(weights.info[source].shape for source in sources)
+        kind = (re.sub(r"\d+", "#", name), shapes)  # equal for all layers and experts with the same shapes
+        if kind not in source_rows:
+            source_rows[kind] = _find_source_rows(layout, name, sources, shapes)
         for piece in pieces:
             columns = [(part.start, part.stop) for part in piece.part[1:]]
             assert columns == [(0, size) for size in shape[1:]], (
                 f"{piece.key} is split by columns, but only splits by rows are supported"
             )
-            rows = _slice_source_ranges(whole, piece.part[0].start, piece.part[0].stop)
-            ends = [(weights.locations[run.name], run.stop * weights.info[run.name].row_bytes) for run in rows]
-            last = max(((files[location.path], location.start + end) for location, end in ends), default=(0, 0))
-            placed.append((last, Slice(piece.key, piece.offset, piece.sizes, dtype, rows)))
+            rows, last, at = [], (0, 0), 0  # `at`: first row of a run in the parameter
+            for index, start, stop in source_rows[kind]:
+                low, high = max(piece.part[0].start - at, 0), min(piece.part[0].stop - at, stop - start)
+                at += stop - start
+                if low < high:
+                    run = RowRange(sources[index], start + low, start + high)
+                    location, row_bytes = weights.locations[run.name], weights.info[run.name].row_bytes
+                    last = max(last, (files[location.path], location.start + run.stop * row_bytes))
+                    rows.append(run)
+            dtype = weights.info[sources[0]].dtype
+            placed.append((last, Slice(piece.key, piece.offset, piece.sizes, dtype, tuple(rows))))
     placed.sort(key=lambda entry: (entry[0], entry[1].key, entry[1].offset))
     return group_units([piece for _, piece in placed], unit_bytes)
 
@@ -364,55 +343,30 @@ def group_units(slices: Iterable[Slice], unit_bytes: int = UNIT_BYTES) -> list[W
     return [WorkUnit(index, tuple(group)) for index, group in enumerate(groups)]
 
 
-class _RunFinder:
-    """Finds the source rows that a parameter is joined from. Results are cached for all layers and experts with the
-    same shapes."""
+def _find_source_rows(
+    layout: TensorLayout, name: str, sources: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive source rows that the Megatron parameter `name` is joined from, in order, as (index
+    of the source tensor, first row, end row)."""
 
-    def __init__(self, layout: TensorLayout, info: dict[str, TensorInfo]) -> None:
-        self.layout, self.info = layout, info
-        self._known: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
+    def row_numbers(source: str) -> Tensor:
+        """Return a stand-in for a source tensor, filled with its row numbers, which are unique over all sources. A
+        matrix gets two different columns, so that a layout that moves parts of rows is found."""
+        index = sources.index(source)
+        rows = torch.arange(shapes[index][0], dtype=torch.int64) + index * _STRIDE
+        return rows if len(shapes[index]) == 1 else torch.stack([2 * rows, 2 * rows + 1], dim=1)
 
-    def find_source_rows(self, name: str) -> tuple[RowRange, ...]:
-        """Return the source rows that the Megatron parameter `name` is joined from, in order."""
-        sources = self.layout.hf_names_of(name)
-        shapes = tuple(self.info[source].shape for source in sources)
-        kind = (re.sub(r"\d+", "#", name), shapes)
-        if kind not in self._known:
-            self._known[kind] = self._find_consecutive_rows(name, dict(zip(sources, shapes, strict=True)))
-        return tuple(RowRange(sources[source], start, stop) for source, start, stop in self._known[kind])
-
-    def _find_consecutive_rows(self, name: str, shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, int, int]]:
-        """Return the runs of consecutive source rows as (index of the source tensor, first row, end row)."""
-        sources = list(shapes)
-
-        def row_numbers(source: str) -> Tensor:
-            """Return a stand-in for a source tensor, filled with its row numbers, which are unique over all sources. A
-            matrix gets two different columns, so that a layout that moves parts of rows is found."""
-            rows = torch.arange(shapes[source][0], dtype=torch.int64) + sources.index(source) * _STRIDE
-            return rows if len(shapes[source]) == 1 else torch.stack([2 * rows, 2 * rows + 1], dim=1)
-
-        rows = self.layout.to_megatron(name, row_numbers)
-        if rows.ndim > 1:
-            joined, rows = rows, rows[:, 0] // 2
-            moves_rows = torch.equal(joined, torch.stack([2 * rows, 2 * rows + 1], dim=1))
-            assert moves_rows, f"{sources}: `TensorLayout` must only move whole rows"
-        starts = [0, *(torch.nonzero(rows[1:] != rows[:-1] + 1).flatten() + 1).tolist(), len(rows)]
-        first = [int(rows[at]) for at in starts[:-1]]
-        return [
-            (row // _STRIDE, row % _STRIDE, row % _STRIDE + end - start)
-            for row, start, end in zip(first, starts, starts[1:], strict=False)
-        ]
-
-
-def _slice_source_ranges(source_ranges: tuple[RowRange, ...], start_row: int, stop_row: int) -> tuple[RowRange, ...]:
-    """Return the source rows of the rows [start_row, stop_row) of a parameter whose source rows are `source_ranges`."""
-    out, at = [], 0
-    for rows in source_ranges:
-        low, high = max(start_row - at, 0), min(stop_row - at, rows.stop - rows.start)
-        if low < high:
-            out.append(RowRange(rows.name, rows.start + low, rows.start + high))
-        at += rows.stop - rows.start
-    return tuple(out)
+    rows = layout.to_megatron(name, row_numbers)
+    if rows.ndim > 1:
+        joined, rows = rows, rows[:, 0] // 2
+        moves_rows = torch.equal(joined, torch.stack([2 * rows, 2 * rows + 1], dim=1))
+        assert moves_rows, f"{sources}: `TensorLayout` must only move whole rows"
+    starts = [0, *(torch.nonzero(rows[1:] != rows[:-1] + 1).flatten() + 1).tolist(), len(rows)]
+    first = [int(rows[at]) for at in starts[:-1]]
+    return [
+        (row // _STRIDE, row % _STRIDE, row % _STRIDE + end - start)
+        for row, start, end in zip(first, starts, starts[1:], strict=False)
+    ]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

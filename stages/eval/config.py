@@ -140,14 +140,14 @@ class EvalConfig(StageConfig):
     @field_validator("eval_config")
     @classmethod
     def _check_all_names(cls, value: EvalFile | None, info: ValidationInfo) -> EvalFile | None:
-        own = _data_set_names_and_paths(value)
+        own = value.names_and_paths if value else []
         check_data_set_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
         return value
 
     @property
     def data_sets(self) -> list[tuple[str, str]]:
         """Return the name and the path of each data set: those of --eval-prompt-data, then those of --eval-config."""
-        own = _data_set_names_and_paths(self.eval_config)
+        own = self.eval_config.names_and_paths if self.eval_config else []
         return [pair for pair in self.eval_prompt_data if pair not in own] + own
 
     def data_set_settings(self, name: str) -> dict[str, Any]:
@@ -202,7 +202,3 @@ ROLLOUT_FIELDS = {
     "rm_type": "rm_type",
     "reward_key": "reward_key",
 }  # setting of a data set -> field of the rollout's config
-
-
-def _data_set_names_and_paths(file: EvalFile | None) -> list[tuple[str, str]]:
-    return [(data_set.name, data_set.path) for data_set in file.datasets] if file else []

@@ -19,8 +19,7 @@ from penstock.storage.config import StageConfig
 from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_MAX_NAME = 100  # characters: a name is part of file names, which have at most 255 bytes
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")  # part of file names, which have at most 255 bytes
 _MAX_BYTES = 4 << 20
 MAX_YAML_VALUES = 100_000
 _YAML = (".yaml", ".yml", ".json")  # endings of names; JSON is YAML
@@ -71,6 +70,10 @@ class EvalFile(BaseModel):
     defaults: DataSetSettings = DataSetSettings()
     datasets: list[DataSet] = Field(default_factory=list)
 
+    @property
+    def names_and_paths(self) -> list[tuple[str, str]]:
+        return [(data_set.name, data_set.path) for data_set in self.datasets]
+
     def data_set_settings(self, name: str) -> dict[str, Any]:
         """Return the settings of the data set `name`, including the file's [defaults]; {} if it is not in the file."""
         for data_set in self.datasets:
@@ -85,8 +88,6 @@ def read_eval_file(path: str) -> EvalFile:
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8").replace("\r\n", "\n")
         values = _parse_eval_yaml(text) if path.endswith(_YAML) else tomllib.loads(text)
-    except FileNotFoundError:
-        raise OptionError("this file does not exist: give a TOML file with [[datasets]]") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
     except OSError as error:
@@ -154,7 +155,7 @@ def check_data_set_names(names: list[str]) -> None:
     for name in names:
         if not _NAME.fullmatch(name):
             raise OptionError(
-                f"{name[:60]!r} cannot name a data set: use letters, digits, dot, dash and underscore, "
+                f"{name[:60]!r} cannot name a data set: use at most 100 letters, digits, dots, dashes and underscores, "
                 "with a letter or digit first"
             )
         if name.endswith((JOURNAL, commit_key(""))):
@@ -162,8 +163,6 @@ def check_data_set_names(names: list[str]) -> None:
                 f"{name[:60]!r} cannot name a data set, because its evaluation would look like the journal or the "
                 "commit record of another one: give it another name"
             )
-        if len(name) > _MAX_NAME:
-            raise OptionError(f"data set {name[:60]}... has a name of {len(name)} characters: use at most {_MAX_NAME}")
         if names.count(name) > 1:
             raise OptionError(f"two data sets are named {name}: give each a different name")
 

@@ -95,7 +95,7 @@ def compute_eval_metrics(
     """
     groups = group_by_prompt(samples)
     lengths = [sum(sample.loss_mask) for sample in samples]
-    rewards = [[reward_or_zero(sample) for sample in group] for group in groups]
+    rewards = [[sample.reward or 0.0 for sample in group] for group in groups]  # 0 for a failed sample
     plain = {
         f"eval/{name}-truncated_ratio": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
         f"eval/{name}-failed_ratio": statistics.fmean(sample.status is Status.FAILED for sample in samples),
@@ -130,11 +130,6 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
     for sample in sorted(samples, key=lambda sample: sample.sample_id):
         groups[sample.group_id].append(sample)
     return [groups[group_id] for group_id in sorted(groups)]
-
-
-def reward_or_zero(sample: Sample) -> float:
-    """Return the reward of a sample, or 0 if generation or grading failed."""
-    return 0.0 if sample.reward is None else sample.reward
 
 
 def decide_passes(groups: Sequence[Sequence[Sample]], threshold: float | None) -> list[list[bool]] | None:
@@ -309,7 +304,7 @@ def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
     rows = read_table(store, commit).select(["sample_id", "group_id", "reward"]).to_pylist()
     samples = [Sample(row["sample_id"], row["group_id"], "", commit.index, reward=row["reward"]) for row in rows]
     return {
-        int(group[0].group_id.rpartition("-")[2]): statistics.fmean(map(reward_or_zero, group))
+        int(group[0].group_id.rpartition("-")[2]): statistics.fmean(sample.reward or 0.0 for sample in group)
         for group in group_by_prompt(samples)
     }
 

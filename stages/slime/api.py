@@ -140,7 +140,8 @@ def grade_answer(solution: str, label: str) -> bool:
 
 def deepscaler_reward(response: str, label: str) -> float:
     """Return the reward of --rm-type deepscaler."""
-    return deepscaler(_text_sample(response, label))
+    sample: Any = SimpleNamespace(response=response, label=label, metadata={})
+    return deepscaler(sample)
 
 
 def dapo_reward(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
@@ -149,7 +150,8 @@ def dapo_reward(solution_str: str, ground_truth: str, strict_box_verify: bool = 
     if strict_box_verify:
         answer = last_boxed(solution_str[-BOX_CHARACTERS:])
         return {"score": 1.0 if answer == ground_truth else -1.0, "acc": answer == ground_truth, "pred": answer}
-    return {**dapo(_text_sample(solution_str, ground_truth)), "pred": last_answer(solution_str)}
+    sample: Any = SimpleNamespace(response=solution_str, label=ground_truth, metadata={})
+    return {**dapo(sample), "pred": last_answer(solution_str)}
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
@@ -257,7 +259,3 @@ def _of_args(args: Any, name: str) -> Any:
             f"this function of slime works only with the `args` of {kinds[name]}: call it in such a function"
         )
     return getattr(args, name)
-
-
-def _text_sample(response: str, label: str) -> Any:
-    return SimpleNamespace(response=response, label=label, metadata={})

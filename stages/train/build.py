@@ -56,13 +56,16 @@ class Models:
         digest = self.policy.optimizer_state_digest()
         if self.critic is not None:
             digest |= {f"critic.{name}": value for name, value in self.critic.optimizer_state_digest().items()}
-        if self.refreshed and self.reference is not None:
-            with self.policy.using_weights(self.reference):
-                digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
-        for part, snapshot in zip(AVERAGE, self.average or ()):
+        for part, snapshot in self.saved_snapshots.items():
             with self.policy.using_weights(snapshot):
                 digest |= {f"{part}.{name}": value for name, value in self.policy.digest().items()}
         return digest
+
+    @property
+    def saved_snapshots(self) -> dict[str, Any]:
+        """Subdirectory of a checkpoint -> snapshot that it contains: a refreshed reference, the moving average."""
+        reference = {"reference": self.reference} if self.refreshed and self.reference is not None else {}
+        return reference | dict(zip(AVERAGE, self.average or ()))
 
     def using_teachers(self, config: TrainConfig) -> Iterator[AbstractContextManager[None]]:
         """Yield for each teacher in the trainer a context in which the policy's model computes with its weights."""
@@ -163,11 +166,7 @@ def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> 
     if models.critic is not None:
         critic = models.critic.save(directory / "critic", step_state)
         hashes |= {f"critic/{name}": value for name, value in critic.items()}
-    if models.refreshed and models.reference is not None:
-        with models.policy.using_weights(models.reference):
-            reference = models.policy.save(directory / "reference", None)
-        hashes |= {f"reference/{name}": value for name, value in reference.items()}
-    for part, snapshot in zip(AVERAGE, models.average or ()):
+    for part, snapshot in models.saved_snapshots.items():
         with models.policy.using_weights(snapshot):
             saved = models.policy.save(directory / part, None)
         hashes |= {f"{part}/{name}": value for name, value in saved.items()}

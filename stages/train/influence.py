@@ -53,10 +53,7 @@ def objective_of_samples(
     proportion to their contrast. Return the objective U_i of every sample of the round with these weights. Changes the
     weights and the optimizer's state. Collective.
 
-    Args:
-        models: the models of the trainer at the policy with which the round began.
-        batch: the round.
-        evaluated: the samples of the evaluations.
+    `models` are at the policy with which the round began; `batch` is the round.
     """
     logprobs_of = partial(policy_logprobs, engine=models.policy, config=config, temperature=temperature)
     round_ = prepare_round(models, batch, config, temperature, Clock())

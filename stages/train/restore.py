@@ -122,14 +122,12 @@ class PolicyRestorer:
                 return
             loaded = {"digest": self.group.digest(), "optimizer_digest": self.group.optimizer_digest()}
         for name, what in (("digest", "weights"), ("optimizer_digest", "optimizer state")):
-            after = loaded[name]
-            before = checkpoint.state[name]
+            before, after = checkpoint.state[name], loaded[name]
             before, after = _drop_models_absent_from(before, after), _drop_models_absent_from(after, before)
-            if after != before:
+            if why := _describe_hash_difference(before, after):
                 raise ReplayError(
                     f"checkpoint {self.keys.checkpoint_prefix(version)} has a hash mismatch of the {what} after "
-                    f"loading: {_summarize_hash_differences(before, after)}. Check the storage and the installed "
-                    "libraries"
+                    f"loading: {why}. Check the storage and the installed libraries"
                 )
 
     def train_round(self, rollout_id: int, reuse: Reuse | None = None) -> Commit:
@@ -206,9 +204,16 @@ class PolicyRestorer:
                 saved = self.group.save(attempt)
                 seconds, fingerprint = time.perf_counter() - start, self.group.fingerprint()
                 energy = energy_metric("perf/save_energy_joules", counters, self.read_counters())
-            adapters, inputs = self.group.spec.config.lora, {}
-            if adapters is not None:
+            step = {"step": commit_key(self.keys.step_prefix(version - 1))}
+            inputs = step if version else {"model": self.base.key}
+            state = {
+                "digest": saved.digest,
+                "optimizer_digest": saved.optimizer_digest,
+                "fingerprint": fingerprint,
+            }
+            if adapters := self.group.spec.config.lora:
                 inputs["base"] = adapter_base(self.store, self.keys, version - 1, self.base.key)
+                state[ADAPTERS] = adapters.model_dump(mode="json")
             commit = Commit(
                 kind="checkpoint",
                 run=self.keys.run,
@@ -216,22 +221,10 @@ class PolicyRestorer:
                 policy_version=version,
                 attempt=attempt,
                 files=saved.files,
-                inputs={
-                    **(
-                        {"step": commit_key(self.keys.step_prefix(version - 1))}
-                        if version
-                        else {"model": self.base.key}
-                    ),
-                    **inputs,
-                },
+                inputs=inputs,
                 seconds={"save": seconds},
                 summary={"perf/save_model_time": seconds, **energy},
-                state={
-                    "digest": saved.digest,
-                    "optimizer_digest": saved.optimizer_digest,
-                    "fingerprint": fingerprint,
-                    **({} if adapters is None else {ADAPTERS: adapters.model_dump(mode="json")}),
-                },
+                state=state,
                 **self.provenance,
             )
             failpoint("checkpoint-before-commit")
@@ -249,19 +242,16 @@ class PolicyRestorer:
         with the round's commit. Writes nothing to the store."""
         committed = self._read_commit(self.keys.step_prefix(rollout_id))
         trained = self.group.train(self._read_commit(self.keys.rollout_prefix(rollout_id)), rollout_id)
-        why = _describe_weight_difference(committed, trained) or _describe_metric_difference(
-            committed.summary, trained.metrics
-        )
-        verdict: Literal["equal bit for bit", "within tolerance", "DIFFERS"] = "equal bit for bit"
-        if why:
-            too_far = (
-                why
-                if _has_same_numerics(committed, trained.fingerprint)
-                else _describe_metric_beyond_tolerance(committed, trained)
-            )
-            verdict, why = ("DIFFERS", too_far) if too_far else ("within tolerance", why)
+        why = _describe_hash_difference(committed.state["digest"], trained.digest)
+        why = why or _describe_metric_difference(committed.summary, trained.metrics)
+        is_exact = _has_same_numerics(committed, trained.fingerprint)
+        too_far = why if is_exact else _describe_metric_beyond_tolerance(committed, trained)
         return ReplayResult(
-            rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest, metrics=trained.metrics
+            rollout_id=rollout_id,
+            verdict="DIFFERS" if too_far else "within tolerance" if why else "equal bit for bit",
+            why=too_far or why,
+            digest=trained.digest,
+            metrics=trained.metrics,
         )
 
     def influence_of_samples(
@@ -269,10 +259,7 @@ class PolicyRestorer:
     ) -> list[float]:
         """Return to first order how much training on each sample of a committed round has raised the sum of contrast x
         log-prob over the samples of `evaluations` (stages/train/influence.py). Writes nothing to the store.
-        Afterwards the ranks do not hold a policy version.
-
-        Raises:
-            ReplayError, RunError: the policy with which the round began cannot be restored (`restore`).
+        Afterwards the ranks do not hold a policy version. Raises the errors of `restore`.
         """
         rollout, objectives = self._read_commit(self.keys.rollout_prefix(rollout_id)), []
         with self.group.lock:
@@ -312,12 +299,12 @@ class PolicyRestorer:
         return commit
 
     def _read_model(self, key: str) -> Commit:
-        data = self.store.read(key)
-        if data is None:
+        commit = self.store.read_record(Commit, key)
+        if commit is None:
             raise RunError(
                 f"model {key} is not in the store {self.store.uri!r}: convert the model again (`penstock convert`)"
             )
-        return Commit.model_validate_json(data)
+        return commit
 
 
 def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
@@ -355,7 +342,7 @@ def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> No
     """Check that a training result matches its commit: equal weights if the numerics fingerprints are equal, otherwise
     metrics within `TOLERANCE`. Raises ReplayError."""
     if _has_same_numerics(committed, trained.fingerprint):
-        if why := _describe_weight_difference(committed, trained):
+        if why := _describe_hash_difference(committed.state["digest"], trained.digest):
             raise ReplayError(
                 f"retraining {prefix} produced weights that differ from the committed ones, although hardware, "
                 f"libraries and parallel layout are the same: {why}. Check for user-defined functions that have "
@@ -372,9 +359,10 @@ def _has_same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:
     return committed.state["fingerprint"] == fingerprint and bool(fingerprint["bit_exact"])
 
 
-def _describe_weight_difference(committed: Commit, trained: TrainResult) -> str:
-    before = committed.state["digest"]
-    return _summarize_hash_differences(before, trained.digest) if before != trained.digest else ""
+def _describe_hash_difference(before: dict[str, str], after: dict[str, str]) -> str:
+    """Describe the difference between two digests, or return ""."""
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return f"{len(names)} of {len(before)} tensors differ, first {names[0]}" if names else ""
 
 
 def _describe_metric_difference(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -398,11 +386,6 @@ def _describe_metric_beyond_tolerance(committed: Commit, trained: TrainResult) -
                 f"hardware or layouts (the larger of {absolute} and {relative:.0%})"
             )
     return ""
-
-
-def _summarize_hash_differences(before: dict[str, str], after: dict[str, str]) -> str:
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return f"{len(names)} of {len(before)} tensors differ, first {names[0]}"
 
 
 def _drop_models_absent_from(digest: dict[str, str], other: dict[str, str]) -> dict[str, str]:

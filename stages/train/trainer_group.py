@@ -417,13 +417,8 @@ def _death_message(ranks: list[RankInfo], rank: int, method: str, error: Excepti
 
 
 def check_store_is_shared(store: Store, exists: Callable[[str], Sequence[bool]], nodes: Sequence[str]) -> None:
-    """Check that a store in a directory is visible at the same path on every rank's node; skip object stores.
-
-    Args:
-        store: the run's store.
-        exists: returns for each rank whether a path exists on its machine.
-        nodes: Ray's id of each rank's node, for the error message.
-    """
+    """Check that a store in a directory is visible at the same path on every rank's node; skip object stores. `exists`
+    returns for each rank whether a path exists on its machine; `nodes` are Ray's ids of their nodes."""
     if not store.is_local:
         return
     probe = Path(store.root) / f".shared-{uuid.uuid4().hex}"

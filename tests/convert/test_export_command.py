@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted import check_same_tensors
+from converted import check_same_tensors, commit_of
 from transformers import AutoModelForCausalLM
 
 from penstock.flows import convert
@@ -47,8 +47,7 @@ def conversion_argv(words: list[str]) -> list[str]:
 @pytest.fixture
 def checkpoint(store: Store, tiny_model: Path) -> Commit:
     """The checkpoint of a run after 20 rounds."""
-    key = convert_hf(store, tiny_model).key
-    commit = Commit.model_validate_json(store.read(key) or b"")
+    commit = commit_of(store, convert_hf(store, tiny_model))
     return commit.model_copy(update={"kind": "checkpoint", "run": "r", "index": 20, "policy_version": 20})
 
 
@@ -62,9 +61,7 @@ def test_megatron_export_has_the_iteration_and_equal_weights(
     assert torch.load(out / "iter_0000020" / "common.pt", weights_only=False)["iteration"] == 20
     other = Store(str(tmp_path / "other"))
     model = import_megatron_checkpoint(other, str(out), Origin(tiny_model))
-    back = export_hf(
-        other, Commit.model_validate_json(other.read(model.key) or b""), Origin(tiny_model), "exports/back"
-    )
+    back = export_hf(other, commit_of(other, model), Origin(tiny_model), "exports/back")
     check_same_tensors(other.path(back.attempt or ""), tiny_model)
 
 
@@ -77,7 +74,7 @@ def test_conversion_of_an_export_records_the_files_of_the_run(
     export_to(store, saved, Origin(tiny_model), str(tmp_path / "out"))
     for directory, inputs in ((tmp_path / "out", {"export": attempt}), (tiny_model, {})):
         other = Store(str(tmp_path / f"other-{directory.name}"))
-        commit = Commit.model_validate_json(other.read(convert_hf(other, directory).key) or b"")
+        commit = commit_of(other, convert_hf(other, directory))
         assert commit.inputs == {"hf_checkpoint": str(directory.resolve()), **inputs}
 
 

@@ -26,8 +26,9 @@ OTHERS = {
 }
 
 
-def saved(path: Path, content: object, crc: bool = True) -> tuple[mmap.mmap, int]:
-    """Save an object after some other bytes, as in a checkpoint's file, and return the mapped file and its length."""
+def saved(path: Path, content: object, crc: bool = True) -> tuple[Path, mmap.mmap, int, int]:
+    """Save an object after some other bytes, as in a checkpoint's file; return the path, the mapped file, and the start
+    and the length of the object."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(crc)
     try:
@@ -38,29 +39,22 @@ def saved(path: Path, content: object, crc: bool = True) -> tuple[mmap.mmap, int
     finally:
         torch.serialization.set_crc32_options(before)
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), length
+        return path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), 5, length
 
 
 @pytest.mark.parametrize("crc", [True, False])
 @pytest.mark.parametrize("tensor", PLAIN, ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)}")
 def test_a_plain_tensor_is_tensor_view(tensor: Tensor, crc: bool, tmp_path: Path) -> None:
-    found = tensor_view(*_placed(saved(tmp_path / "file", tensor, crc)))
+    found = tensor_view(*saved(tmp_path / "file", tensor, crc))
     assert found is not None and found.dtype == tensor.dtype and torch.equal(found, tensor)
 
 
 @pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
 def test_other_objects_have_no_view(content: object, tmp_path: Path) -> None:
-    assert tensor_view(*_placed(saved(tmp_path / "file", content))) is None
+    assert tensor_view(*saved(tmp_path / "file", content)) is None
 
 
 def test_damaged_bytes_have_no_view(tmp_path: Path) -> None:
-    memory, length = saved(tmp_path / "file", torch.randn(100))
-    assert (
-        tensor_view(memory, 5, length + 1) is None
-        and tensor_view(memory, 4, length) is None
-        and tensor_view(memory, 5, length - 30) is None
-    )
-
-
-def _placed(found: tuple[mmap.mmap, int]) -> tuple[mmap.mmap, int, int]:
-    return found[0], 5, found[1]
+    path, memory, _, length = saved(tmp_path / "file", torch.randn(100))
+    for start, size in ((5, length + 1), (4, length), (5, length - 30)):
+        assert tensor_view(path, memory, start, size) is None

@@ -10,7 +10,7 @@ from penstock.flows.runtime.runs import open_run
 from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import RewardSettings
-from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.prompts.source import Prompt, PromptSource
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import encode_runs, write_shards
@@ -47,16 +47,27 @@ def train_rounds(store: Store, config: PostTrainConfig, rounds: list[list[list[s
     keys, state, source = open_with_model(store, config, flow), None, PromptSource.open(config.rollout)
     for r, responses in enumerate(rounds):
         prompts, after = source.take(source.restore(state), len(responses))
-        samples = [
-            sample_of(f"{prompt.issue:09d}", index, r, prompt.label, response, (prompt.epoch, prompt.file, prompt.row))
-            for prompt, of_prompt in zip(prompts, responses, strict=True)
-            for index, response in enumerate(of_prompt)
-        ]
-        with Grader(RewardSettings("exact_number")) as grader:
-            grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
         state = after.model_dump(mode="json")
-        commit_round(store, keys, r, samples, state)
+        commit_round(store, keys, r, graded_samples(prompts, responses, r), state)
     return keys
+
+
+def graded_samples(prompts: list[Prompt], responses: list[list[str]], version: int, prefix: str = "") -> list[Sample]:
+    samples = [
+        sample_of(
+            f"{prefix}{prompt.issue:09d}",
+            index,
+            version,
+            prompt.label,
+            response,
+            (prompt.epoch, prompt.file, prompt.row),
+        )
+        for prompt, of_prompt in zip(prompts, responses, strict=True)
+        for index, response in enumerate(of_prompt)
+    ]
+    with Grader(RewardSettings("exact_number")) as grader:
+        grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
+    return samples
 
 
 def commit_round(store: Store, keys: RunKeys, r: int, samples: list[Sample], state: dict[str, object]) -> None:
@@ -86,21 +97,7 @@ def evaluate(
     path = dict(config.eval.data_sets)[name]
     source = PromptSource.open(config.rollout.model_copy(update=config.eval.rollout_overrides(path, name)))
     prompts, after = source.take(source.restore(None), len(source))
-    prefix = f"eval-{version:06d}-{name}-"
-    samples = [
-        sample_of(
-            f"{prefix}{prompt.issue:09d}",
-            index,
-            version,
-            prompt.label,
-            response,
-            (prompt.epoch, prompt.file, prompt.row),
-        )
-        for prompt, of_prompt in zip(prompts, responses, strict=True)
-        for index, response in enumerate(of_prompt)
-    ]
-    with Grader(RewardSettings("exact_number")) as grader:
-        grader.grade([sample for sample in samples if sample.status is not Status.FAILED])
+    samples = graded_samples(prompts, responses, version, f"eval-{version:06d}-{name}-")
     attempt = store.new_attempt(keys.eval_prefix(version, name))
     with store.writing(attempt) as out:
         write_shards(out.path, samples)

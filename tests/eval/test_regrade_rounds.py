@@ -64,6 +64,12 @@ def store(tmp_path: Path) -> Store:
     return Store(str(tmp_path / "store"))
 
 
+def samples_of(store: Store, r: int) -> list[Sample]:
+    rollout = store.committed(KEYS.rollout_prefix(r))
+    assert rollout is not None
+    return read_samples(store, rollout)
+
+
 def regrade(store: Store, *words: str) -> int:
     return cli.main(["regrade", "r", "--store", store.root, *words])
 
@@ -160,9 +166,7 @@ def test_advantages_and_gradient_equal_those_of_the_trainer(words: str, store: S
     """The trainer's own batch, estimator and loss weights, token by token; two samples of a prompt are a trajectory."""
     train(store, tmp_path, 1, *words.split())
     (tmp_path / "faulty.py").write_text(FAULTY)
-    first = store.committed(KEYS.rollout_prefix(0))
-    assert first is not None
-    samples = read_samples(store, first)
+    samples = samples_of(store, 0)
     for i, sample in enumerate(samples):
         sample.trajectory_id = f"{sample.group_id}-{i // 2}"
     commit_round(store, KEYS, 1, samples, {})
@@ -204,9 +208,7 @@ def test_the_same_grader_changes_nothing_but_failed_gradings(store: Store, tmp_p
 
 def test_overlong_penalty_of_a_sample_remains(store: Store, tmp_path: Path) -> None:
     train(store, tmp_path, 1, "--overlong-buffer-len", "4", "--overlong-penalty-factor", "0.5")
-    first = store.committed(KEYS.rollout_prefix(0))
-    assert first is not None
-    samples = read_samples(store, first)
+    samples = samples_of(store, 0)
     for sample in samples:
         penalize_overlong(sample, LIMIT, 4, 0.5)
     commit_round(store, KEYS, 1, samples, {})
@@ -506,10 +508,9 @@ def test_fork_shares_the_regrades_of_its_rounds(
 
 def test_rounds_of_a_forks_parent_are_compared_with_the_parents_estimator(store: Store, tmp_path: Path) -> None:
     train(store, tmp_path, 2)
-    assert (
-        cli.main(["fork", "r", "--at", "2", "--name", "f", "--advantage-estimator", "ppo", "--store", store.root]) == 0
-    )
-    assert cli.main(["regrade", "f", "--rm-type", "zero", "--store", store.root]) == 0
+    where = ["--store", store.root]
+    assert cli.main(["fork", "r", "--at", "2", "--name", "f", "--advantage-estimator", "ppo", *where]) == 0
+    assert cli.main(["regrade", "f", "--rm-type", "zero", *where]) == 0
     of_fork = [commit for commit in read_commits(store, RunKeys("f")) if commit.kind == "regrade"]
     assert ["changed_advantages" in metrics_of(commit) for commit in of_fork] == [True, True]
 

@@ -24,7 +24,7 @@ from penstock.stages.train.actor import TrainActor, published_tensors
 from penstock.stages.train.build import build_models
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
-from penstock.stages.train.spec import Build, PolicyState, SaveResult, TrainerSpec
+from penstock.stages.train.spec import Build, PolicyState, TrainerSpec
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError
 from penstock.storage.maintenance.deletion import expire_checkpoints
@@ -61,10 +61,7 @@ class OneRank:
         self.loads.append(version)
         self.actor.load(version, *commits)
 
-    def save(self, attempt: str) -> SaveResult:
-        return self.actor.save(attempt)
-
-    def __getattr__(self, name: str) -> Any:  # train, digest, optimizer_digest, fingerprint
+    def __getattr__(self, name: str) -> Any:  # train, save, digest, optimizer_digest, fingerprint
         return getattr(self.actor, name)
 
 

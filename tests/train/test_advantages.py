@@ -15,9 +15,9 @@ import torch
 
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.advantages import estimate_advantages, whiten
+from penstock.stages.train.algorithms.estimators import discounted_cumsum
 from penstock.stages.train.algorithms.experience import Experience
 from penstock.stages.train.algorithms.registry import ESTIMATORS
-from penstock.stages.train.algorithms.returns import discounted_cumsum
 from penstock.storage.errors import RunError
 from tests.train.ragged import FIELDS, Sample, experience, options, ragged
 

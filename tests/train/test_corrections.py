@@ -13,7 +13,7 @@ from penstock.stages.train.algorithms.experience import TokenFields
 from penstock.stages.train.algorithms.losses import mismatch_correction, policy_loss
 from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
-from tests.train.test_policy_losses import LENGTHS, made_up, split, tensors
+from tests.train.test_policy_losses import LENGTHS, made_up, policy_inputs, split
 
 
 def naive(
@@ -62,9 +62,7 @@ def test_weights_scale_the_policy_gradient_and_a_veto_masks_the_whole_loss() -> 
     terms = dict(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3")
 
     def loss(**changed: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logprobs = torch.tensor(new, dtype=torch.float64)
-        entropies = torch.tensor(entropy, dtype=torch.float64)
-        return policy_loss(logprobs, entropies, tensors(known), sums(LENGTHS), options(**changed))
+        return policy_loss(*policy_inputs(new, known, entropy), options(**changed))
 
     plain, rest = loss()[0], loss(**terms)[0] - loss()[0]
     tis = dict(use_tis=True, tis_clip=1.3, tis_veto=0.5)
@@ -82,15 +80,11 @@ def test_weights_scale_the_policy_gradient_and_a_veto_masks_the_whole_loss() -> 
 def test_reducer_scale_changes_only_the_policy_gradient() -> None:
     new, known, entropy = made_up(2)
     scale = torch.linspace(0, 3, len(new), dtype=torch.float64)
-    logprobs, entropies, fields = (
-        torch.tensor(new, dtype=torch.float64),
-        torch.tensor(entropy, dtype=torch.float64),
-        tensors(known),
-    )
+    logprobs, entropies, fields, samples = policy_inputs(new, known, entropy)
     opts = options(entropy_coef=0.1)
-    _, before = policy_loss(logprobs, entropies, fields, sums(LENGTHS), opts)
+    _, before = policy_loss(logprobs, entropies, fields, samples, opts)
     fields.pg_scale = scale
-    loss, after = policy_loss(logprobs, entropies, fields, sums(LENGTHS), opts)
+    loss, after = policy_loss(logprobs, entropies, fields, samples, opts)
     torch.testing.assert_close(after["train/pg_loss"], before["train/pg_loss"] * scale)
     torch.testing.assert_close(loss, after["train/pg_loss"] - 0.1 * entropies)
 
@@ -112,12 +106,7 @@ def test_user_defined_correction(tmp_path: Path) -> None:
         "    return old.mean(), None, {}\n"
     )
     new, known, entropy = made_up(3)
-    given = (
-        torch.tensor(new, dtype=torch.float64),
-        torch.tensor(entropy, dtype=torch.float64),
-        tensors(known),
-        sums(LENGTHS),
-    )
+    given = policy_inputs(new, known, entropy)
     plain, _ = policy_loss(*given, options())
     found, metrics = policy_loss(*given, options(use_tis=True, custom_tis_function_path=str(mine)))
     gaps = [

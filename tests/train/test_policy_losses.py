@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms import registry
-from penstock.stages.train.algorithms.experience import TokenFields
+from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.algorithms.losses import (
     LOSSES,
     KLType,
@@ -82,7 +82,7 @@ def naive_policy_loss(
     known: dict[str, list[float]],
     entropy: list[float],
     opts: AlgorithmConfig,
-    lengths: list[int],
+    lengths: list[int] = LENGTHS,
 ) -> list[float]:
     losses: list[float] = []
     for start, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
@@ -125,9 +125,17 @@ def difference_quotients(
 
     def total(t: int, step: float) -> float:
         moved = [x + step * (i == t) for i, x in enumerate(new)]
-        return sum((1 + i) * x for i, x in enumerate(naive_policy_loss(moved, new, known, entropy, opts, LENGTHS)))
+        return sum((1 + i) * x for i, x in enumerate(naive_policy_loss(moved, new, known, entropy, opts)))
 
     return [(total(t, 1e-6) - total(t, -1e-6)) / 2e-6 for t in range(len(new))]
+
+
+def policy_inputs(
+    new: list[float], known: dict[str, list[float]], entropy: list[float]
+) -> tuple[Tensor, Tensor, TokenFields, SegmentReducer]:
+    """Return the arguments of `policy_loss` before the options."""
+    logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    return logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS)
 
 
 POLICY_LOSSES: list[Any] = [
@@ -152,31 +160,22 @@ def test_every_policy_loss_and_its_gradient_equal_a_plain_loop(variant: dict[str
     opts = options(**variant)
     for seed in range(3):
         new, known, entropy = made_up(seed)
-        logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-        loss, metrics = policy_loss(
-            logprobs, torch.tensor(entropy, dtype=torch.float64), tensors(known), sums(LENGTHS), opts
-        )
-        expected = torch.tensor(naive_policy_loss(new, new, known, entropy, opts, LENGTHS), dtype=torch.float64)
+        logprobs, *others = policy_inputs(new, known, entropy)
+        loss, metrics = policy_loss(logprobs, *others, opts)
+        expected = torch.tensor(naive_policy_loss(new, new, known, entropy, opts), dtype=torch.float64)
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-12, atol=1e-12)
         assert all(values.shape == loss.shape for values in metrics.values())
 
         weights = torch.arange(1, len(new) + 1, dtype=torch.float64)
         found = torch.autograd.grad((weights * loss).sum(), logprobs)[0]
-        torch.testing.assert_close(
-            found,
-            torch.tensor(difference_quotients(new, known, entropy, opts), dtype=torch.float64),
-            rtol=1e-5,
-            atol=1e-5,
-        )
+        slopes = torch.tensor(difference_quotients(new, known, entropy, opts), dtype=torch.float64)
+        torch.testing.assert_close(found, slopes, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_clip_fractions_and_ratios_are_reported(name: str) -> None:
     new, known, entropy = made_up(0)
-    opts = options(policy_loss=name, opsm={})
-    metrics = policy_loss(
-        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts
-    )[1]
+    metrics = policy_loss(*policy_inputs(new, known, entropy), options(policy_loss=name, opsm={}))[1]
     pairs = list(zip(new, known["old_logprobs"], strict=True))
     log_ratio = [n - o for n, o in pairs]
     if name == "gspo":
@@ -208,9 +207,8 @@ def split(numbers: list[float]) -> list[list[float]]:
 def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: str) -> None:
     new, known, entropy = made_up(0)
     del known["old_logprobs"]
-    logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-    opts = options(policy_loss=name)
-    loss, metrics = policy_loss(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
+    logprobs, *others = policy_inputs(new, known, entropy)
+    loss, metrics = policy_loss(logprobs, *others, options(policy_loss=name))
     expected = -torch.tensor(known["advantages"], dtype=torch.float64)
     if name in ("gspo", "gmpo"):  # every token carries the mean of its sequence
         expected = sums(LENGTHS).mean(expected)
@@ -221,10 +219,7 @@ def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: st
 def test_mismatch_is_reported_with_rollout_logprobs_as_the_old_ones() -> None:
     new, known, entropy = made_up(0)
     known["old_logprobs"] = known["rollout_logprobs"]
-    opts = options(use_rollout_logprobs=True)
-    metrics = policy_loss(
-        torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts
-    )[1]
+    metrics = policy_loss(*policy_inputs(new, known, entropy), options(use_rollout_logprobs=True))[1]
     expected = [abs(n - r) for n, r in zip(new, known["rollout_logprobs"], strict=True)]
     assert metrics["train/train_rollout_logprob_abs_diff"].tolist() == pytest.approx(expected)
 
@@ -238,14 +233,8 @@ EVERYTHING = dict(opsm={}, use_tis=True, tis_mode="mask", tis_veto=1e-3, eps_cli
 def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -> None:
     for extra in ({}, EVERYTHING, {"use_tis": True, "tis_level": "sequence"}, {"eps_clip_c": 3.0}):
         for kind in KL_TYPES:
-            opts = options(
-                policy_loss=name,
-                use_kl_loss=True,
-                kl_loss_coef=1.0,
-                kl_loss_type=kind,
-                use_unbiased_kl=True,
-                **extra,
-            )
+            kl = dict(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=True)
+            opts = options(policy_loss=name, **kl, **extra)
             logprobs = torch.full((16,), gap, dtype=dtype, requires_grad=True)
             zeros, advantages = torch.zeros(16, dtype=dtype), torch.linspace(-9, 9, 16, dtype=dtype)
             fields = TokenFields(
@@ -272,9 +261,8 @@ def test_a_probability_that_is_rounded_to_one_does_not_mask_its_token() -> None:
 def test_zero_advantages_give_zero_gradients(name: str, extra: dict[str, object]) -> None:
     new, known, entropy = made_up(0, spread=20.0)
     known["advantages"] = [0.0] * len(new)
-    logprobs = torch.tensor(new, requires_grad=True)
-    opts = options(policy_loss=name, **extra)
-    loss, _ = policy_loss(logprobs, torch.tensor(entropy), tensors(known), sums(LENGTHS), opts)
+    logprobs, *others = policy_inputs(new, known, entropy)
+    loss, _ = policy_loss(logprobs, *others, options(policy_loss=name, **extra))
     assert not torch.autograd.grad(loss.sum(), logprobs)[0].any()
 
 

@@ -1,7 +1,7 @@
 """Compute the advantages of a whole rollout: KL penalty, estimator, distillation, whitening, in this order.
 
-The estimators are in `group_relative.py` and `returns.py`, and registered in `registry.py`. `step.py` computes the
-log-probs and values that they need.
+The estimators are in `estimators.py`, and registered in `registry.py`. `step.py` computes the log-probs and values that
+they need.
 """
 
 from __future__ import annotations

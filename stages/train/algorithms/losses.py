@@ -112,7 +112,7 @@ def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, config: AlgorithmC
     """
     ratio = bounded_exp(log_ratio)
     unclipped_loss = -ratio * advantages
-    clipped_loss = -_clip_ratio(ratio, config) * advantages
+    clipped_loss = -ratio.clamp(1.0 - config.eps_clip, 1.0 + _upper_clip(config)) * advantages
     loss = torch.maximum(unclipped_loss, clipped_loss)
     if config.eps_clip_c is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -config.eps_clip_c * advantages), loss)
@@ -125,7 +125,7 @@ def cispo_loss(
     """Weight log pi by the clipped, detached ratio: clipped tokens keep a gradient (CISPO, arXiv 2506.13585)."""
     log_ratio = logprobs - old_logprobs
     ratio = bounded_exp(log_ratio.detach())
-    weight = _clip_ratio(ratio, config)
+    weight = ratio.clamp(1.0 - config.eps_clip, 1.0 + _upper_clip(config))
     return TokenLoss(-weight * advantages * logprobs, log_ratio, (weight != ratio).to(weight.dtype))
 
 
@@ -184,10 +184,6 @@ def _divergence_masked(
         ratio = ratio.clamp(max=config.eps_clip_c)
     masked = (rises | falls).to(ratio.dtype)
     return TokenLoss(-(1.0 - masked) * ratio * advantages * logprobs, log_ratio, masked)
-
-
-def _clip_ratio(ratio: Tensor, config: AlgorithmConfig) -> Tensor:
-    return ratio.clamp(1.0 - config.eps_clip, 1.0 + _upper_clip(config))
 
 
 def _upper_clip(config: AlgorithmConfig) -> float:

@@ -62,7 +62,14 @@ def postprocess_rollout(
         return batch, experience, estimate
     mask = batch.loss_mask.copy()
     mask[batch.trained_positions[~kept.numpy()]] = False
-    return replace(batch, loss_mask=mask), _experience_of(experience, kept), _estimate_of(estimate, kept)
+    token_values = {name: getattr(experience, name) for name in TOKEN_FIELDS}
+    experience = replace(experience, **{name: v[kept] for name, v in token_values.items() if v is not None})
+    estimate = Estimate(
+        estimate.advantages[kept],
+        None if estimate.returns is None else estimate.returns[kept],
+        {name: values[kept] for name, values in estimate.metrics.items()},
+    )
+    return replace(batch, loss_mask=mask), experience, estimate
 
 
 def _call_function(
@@ -172,17 +179,3 @@ def _are_equal(values: Any, others: list[Any]) -> bool:
         return False
     pairs = [(torch.as_tensor(value), torch.as_tensor(other)) for value, other in zip(values, others)]
     return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
-
-
-def _experience_of(experience: Experience, kept: Tensor) -> Experience:
-    """Return the experience with only those of its N tokens for which `kept` [N] is True."""
-    values = {name: getattr(experience, name) for name in TOKEN_FIELDS}
-    return replace(experience, **{name: value[kept] for name, value in values.items() if value is not None})
-
-
-def _estimate_of(estimate: Estimate, kept: Tensor) -> Estimate:
-    """Return the estimate with only those of its N tokens for which `kept` [N] is True."""
-    returns = None if estimate.returns is None else estimate.returns[kept]
-    return Estimate(
-        estimate.advantages[kept], returns, {name: values[kept] for name, values in estimate.metrics.items()}
-    )

@@ -24,16 +24,16 @@ class Estimator:
 
 
 ESTIMATORS = {
-    "grpo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True),
-    "gspo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="gspo"),
-    "cispo": Estimator(f"{_HERE}.group_relative:grpo", group_relative=True, policy_loss="cispo"),
-    "rloo": Estimator(f"{_HERE}.group_relative:rloo", group_relative=True),
-    "maxrl": Estimator(f"{_HERE}.group_relative:maxrl", group_relative=True),
-    "gdpo": Estimator(f"{_HERE}.group_relative:gdpo", group_relative=True),
-    "ppo": Estimator(f"{_HERE}.returns:gae", per_token=True, critic=True),
-    "reinforce_plus_plus": Estimator(f"{_HERE}.returns:reinforce_plus_plus", per_token=True, whitened=True),
+    "grpo": Estimator(f"{_HERE}.estimators:grpo", group_relative=True),
+    "gspo": Estimator(f"{_HERE}.estimators:grpo", group_relative=True, policy_loss="gspo"),
+    "cispo": Estimator(f"{_HERE}.estimators:grpo", group_relative=True, policy_loss="cispo"),
+    "rloo": Estimator(f"{_HERE}.estimators:rloo", group_relative=True),
+    "maxrl": Estimator(f"{_HERE}.estimators:maxrl", group_relative=True),
+    "gdpo": Estimator(f"{_HERE}.estimators:gdpo", group_relative=True),
+    "ppo": Estimator(f"{_HERE}.estimators:gae", per_token=True, critic=True),
+    "reinforce_plus_plus": Estimator(f"{_HERE}.estimators:reinforce_plus_plus", per_token=True, whitened=True),
     "reinforce_plus_plus_baseline": Estimator(
-        f"{_HERE}.group_relative:reinforce_plus_plus_baseline", group_relative=True, per_token=True, whitened=True
+        f"{_HERE}.estimators:reinforce_plus_plus_baseline", group_relative=True, per_token=True, whitened=True
     ),
 }
 
