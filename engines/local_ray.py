@@ -48,10 +48,7 @@ def import_ray() -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`.
-
-    If one of Ray's daemons is killed during the start, `ray.init` fails after 30 to 50 s.
-    """
+    """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`."""
     import ray
 
     for tries_left in reversed(range(START_TRIES)):

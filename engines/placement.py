@@ -38,14 +38,13 @@ class PlacementOptions:
     num_nodes: int = 1  # nodes of a cluster without GPUs over which processes are distributed
     node_timeout: float = 600  # seconds to wait for a node that died
 
-    def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including GPUs at the end of a node that are too few for an engine and
-        stay unused."""
-        return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
-
     def end_of_engines(self, gpus_per_node: int) -> int:
         """Return the number of the first GPU after those of trainer and engines."""
         return _end(self.engine_gpus, self.gpus_per_engine, self.trainer_gpus, gpus_per_node)
+
+    def total_gpus(self, gpus_per_node: int) -> int:
+        """Return the number of GPUs to reserve, including those at the end of a node that are too few for an engine."""
+        return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,7 @@ class Placement:
 
     def _locate(self, group: Any, size: int) -> list[Gpu]:
         """Return the GPUs of a placement group of `size` bundles, ordered by their ids."""
-        probe = self._cluster.ray.remote(_assigned_node_and_gpu_ids)
+        probe = self._cluster.ray.remote(_assigned_node_and_gpu)
         calls = [
             probe.options(num_cpus=0, num_gpus=0.05, scheduling_strategy=self._strategy(group, index)).remote()
             for index in range(size)
@@ -303,8 +302,7 @@ class Placement:
         return self._cluster.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
 
 
-def _assigned_node_and_gpu_ids() -> tuple[str, str]:
-    """Return the node id and the GPU id that Ray assigned to this task."""
+def _assigned_node_and_gpu() -> tuple[str, str]:  # a Ray task
     import ray
 
     context = ray.get_runtime_context()

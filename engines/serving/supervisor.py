@@ -110,7 +110,6 @@ class Supervisor:
         return list(self._live.values())
 
     def _set_live(self, live: dict[int, str]) -> None:
-        """Set the live engines (index in the pool -> address), and pass their addresses to the listener."""
         self._live = live
         self.listener(list(live.values()))
 

@@ -93,7 +93,7 @@ class SGLangRouter:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the router, restarting it up to `max_restarts` times, until `__exit__` is called. Runs in a thread."""
+        """Run the router in a thread, restarting it up to `max_restarts` times, until `__exit__` is called."""
         try:
             for num_restarts in range(self.max_restarts + 1):
                 reason = self._run_process_until_exit()
