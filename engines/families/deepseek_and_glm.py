@@ -155,13 +155,9 @@ _DEFAULTS = dict(
     num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-07, attention_bias=True,
 )  # fmt: skip
 GLM = Family(
-    name="glm",
-    architecture="GlmForCausalLM",
-    model_types=("glm",),
-    defaults=_DEFAULTS,
-    read=glm_shape_fields,
+    name="glm", architecture="GlmForCausalLM", model_types=("glm",), defaults=_DEFAULTS, read=glm_shape_fields,
     rows=glm_rows,
-)
+)  # fmt: skip
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",

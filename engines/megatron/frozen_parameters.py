@@ -85,15 +85,14 @@ def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) ->
 
 def _names_of(shape: ModelShape, name: str) -> list[str]:
     """Return the names of a parameter in Megatron's local layers and in TransformerEngine's."""
-    names = [name]
     if expert := EXPERT.search(name):
-        names.append(EXPERT.sub(rf".{expert[2]}.weight{expert[1]}", name))
+        return [name, EXPERT.sub(rf".{expert[2]}.weight{expert[1]}", name)]
     match = re.match(r"(decoder\.layers\.(\d+)\.)(.+)", name)
-    if match and (fused := FUSED_NORMS.get(match[3])):
-        is_fused = shape.latent is not None
-        if match[3] == "input_layernorm.weight":
-            is_fused = shape.latent is None
-        elif match[3] == "pre_mlp_layernorm.weight":
-            is_fused = shape.experts is None or int(match[2]) < shape.experts.num_dense_layers
-        names += [match[1] + fused] if is_fused else []
-    return names
+    if match is None or match[3] not in FUSED_NORMS:
+        return [name]
+    is_fused = shape.latent is not None
+    if match[3] == "input_layernorm.weight":
+        is_fused = shape.latent is None
+    elif match[3] == "pre_mlp_layernorm.weight":
+        is_fused = shape.experts is None or int(match[2]) < shape.experts.num_dense_layers
+    return [name, match[1] + FUSED_NORMS[match[3]]] if is_fused else [name]

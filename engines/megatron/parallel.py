@@ -40,11 +40,9 @@ def init_parallel(
     generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
 
     Args:
-        rank, world_size: index of this process, and number of processes.
         rendezvous: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`). For a `tcp://` URL rank 0 may instead
             pass the socket that listens at this address (from `listen_at`), because a socket created by torch would
             listen on all interfaces.
-        layout: parallel sizes; None: all are 1.
         threads: CPU threads of this process; on a CPU the results of fp32 sums depend on this number.
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.

@@ -52,11 +52,6 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         yield global_name(chunk, name), tensor
 
 
-def base_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, parameter) of this rank's weights in a pipeline chunk, without those of adapters."""
-    return ((name, param) for name, param in chunk.named_parameters() if not name.startswith("adapters."))
-
-
 def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
     """Exclude the parameters with these global names from training: they get no gradient and no optimizer state, and
     keep their bits. The experts of a layer must be frozen together. Call this before the chunks are wrapped in
@@ -175,7 +170,9 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     yielded one by one, under the names that they have without stacking, and a router's correction bias after its
     weight."""
     buffers = dict(chunk.named_buffers())
-    for name, param in base_parameters(chunk):
+    for name, param in chunk.named_parameters():
+        if name.startswith("adapters."):
+            continue
         if STACKED.search(name):
             weight: Any
             stacked_axis = sharded_axis(param)
@@ -204,8 +201,7 @@ def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -
 
 def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     """Return the full tensors of which this rank has the shard `tensor`, by an all-gather over tensor- and
-    expert-parallel ranks: one tensor per name in `names` (`GlobalTensor.names`). For an expert's weight these are the
-    weights of the experts with the same local index on all expert-parallel ranks."""
+    expert-parallel ranks: one per name in `names` (`GlobalTensor.names`)."""
     full, axis, group = tensor.detach(), sharded_axis(tensor), sharding_group(names[0])
     if group.size() > 1 and axis is not None:
         shards = [torch.empty_like(full) for _ in range(group.size())]
@@ -223,12 +219,7 @@ def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
 
 def hash_weights(chunks: list[PolicyModel], of_adapters: bool = False) -> dict[str, str]:
     """Return the xxh3-64 hash of every weight shard of this rank, without adapters; with `of_adapters`, of adapter
-    matrices only.
-
-    Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
-    "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
-    unlikely.
-    """
+    matrices only. Keys are global names; that of a sharded weight ends with "@<tensor-parallel rank>/<size>"."""
     tensors = {}
     for chunk in chunks:
         matrices = (matrix for adapter in chunk.adapters for matrix in adapter.shards())
@@ -279,6 +270,6 @@ def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
     """Return this rank's weights (parameters and correction biases) in the order of the copies in a `Snapshot`."""
     tensors: list[Tensor] = []
     for chunk in chunks:
-        tensors += [param for _, param in base_parameters(chunk)]
+        tensors += [param for name, param in chunk.named_parameters() if not name.startswith("adapters.")]
         tensors += [buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
     return tensors

@@ -116,24 +116,20 @@ class CheckpointLayout:
         TransformerEngine, layers stacked or one tensor per layer. Slices whose tensor is not in the checkpoint stay
         unchanged."""
         local_keys = {te: local for local, te in self.te_keys.items()}
-
-        def find_stored_slice(piece: ShardSlice) -> ShardSlice:
-            for key in (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key)):
-                if key is not None:
-                    named = replace(piece, key=key)
-                    for candidate in (named, named.toggle_layer_stacking(self.num_layers)):
-                        if candidate.key in stored_keys:
-                            return candidate
-            return piece
-
-        slices = {name: list(map(find_stored_slice, pieces)) for name, pieces in self.slices.items()}
+        slices: dict[str, list[ShardSlice]] = {}
+        for name, pieces in self.slices.items():
+            for piece in pieces:
+                keys = (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key))
+                named = [replace(piece, key=key) for key in keys if key is not None]
+                candidates = [same for one in named for same in (one, one.toggle_layer_stacking(self.num_layers))]
+                stored = next((candidate for candidate in candidates if candidate.key in stored_keys), piece)
+                slices.setdefault(name, []).append(stored)
         return replace(self, slices=slices)
 
     def extra_state_keys(self, names: MegatronNames) -> list[str]:
-        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
-        may have extra state: with the keys of Megatron's local modules one per projection; with TransformerEngine's,
-        depending on the version, also one per norm and attention module. All of them are returned, because the loader
-        ignores superfluous objects."""
+        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects: one per projection and,
+        with some versions of TransformerEngine, also one per norm and attention module. The loader ignores superfluous
+        objects."""
         keys = set()
         for piece in self.all_slices():
             modules = []

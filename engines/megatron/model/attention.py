@@ -144,13 +144,26 @@ def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float, causal: bool = True
 ) -> Tensor:
     """Return the output of attention for all tokens of the padded micro-batch. Only causal attention can have sequences
-    of different lengths in a bucket, or the kernel "fa4". [T, heads, value_dim]"""
+    of different lengths in a bucket, or the kernel "fa4" (FlashAttention-4). [T, heads, value_dim]"""
     if stream.kernel == "padded":
         assert stream.buckets is not None
         return bucketed_attention(query, key, value, stream.buckets, scale, causal)
-    if stream.kernel == "fa4":
-        return fa4_attention(query, key, value, stream, scale)
-    return varlen_attention(query, key, value, stream, scale, causal)
+    if stream.kernel == "torch":
+        return varlen_attention(query, key, value, stream, scale, causal)
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=stream.cu_seqlens,
+        cu_seqlens_k=stream.cu_seqlens,
+        max_seqlen_q=stream.max_seqlen,
+        max_seqlen_k=stream.max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )[0]
 
 
 def bucketed_attention(
@@ -193,24 +206,6 @@ class _CopyRows(torch.autograd.Function):
         grad = grads[0].new_zeros(ctx.num_rows, *grads[0].shape[1:])
         grad[rows] = grads[0][places]
         return grad, None, None, None
-
-
-def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float) -> Tensor:
-    """Return the output of causal attention, computed by FlashAttention-4. [t, heads, value_dim]"""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=stream.cu_seqlens,
-        cu_seqlens_k=stream.cu_seqlens,
-        max_seqlen_q=stream.max_seqlen,
-        max_seqlen_k=stream.max_seqlen,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )[0]
 
 
 def varlen_attention(

@@ -257,12 +257,9 @@ def _moe_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) -> AttentionKernel:
-    """Return the kernel that the value `backend` of `--attention-backend` means on this machine.
-
-    "auto", "flash", "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of
-    the heads, else "torch"; without a GPU or in fp32 "padded". "unfused" and "local": "padded". "torch" and "fa4" name
-    a kernel.
-    """
+    """Return the kernel that the value `backend` of `--attention-backend` means on this machine. "auto", "flash",
+    "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of the heads, else
+    "torch"; without a GPU or in fp32 "padded"."""
     if backend in ("unfused", "local"):
         return "padded"
     kernel = torch_attention_kernel(dtype)
