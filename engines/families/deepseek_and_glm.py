@@ -168,18 +168,7 @@ GLM4 = Family(
 )
 
 
-def glm4_moe_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of the config.json of GLM-4.5, 4.6 or 4.7."""
-    return {
-        "qkv_bias": bool(config["attention_bias"]),
-        "qk_layernorm": bool(config["use_qk_norm"]),
-        "rotary": rotary_from_config(config, fraction=0.5),
-        "experts": experts_from_config(config, config["first_k_dense_replace"] or 0),
-        "num_mtp_layers": config["num_nextn_predict_layers"] or 0,
-    }
-
-
-GLM4_MOE = Family(
+GLM4_MOE = Family(  # GLM-4.5, 4.6 and 4.7
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     model_types=("glm4_moe",),
@@ -189,6 +178,12 @@ GLM4_MOE = Family(
         moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128,
         routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True,
     ),
-    read=glm4_moe_shape_fields,
+    read=lambda config: {
+        "qkv_bias": bool(config["attention_bias"]),
+        "qk_layernorm": bool(config["use_qk_norm"]),
+        "rotary": rotary_from_config(config, fraction=0.5),
+        "experts": experts_from_config(config, config["first_k_dense_replace"] or 0),
+        "num_mtp_layers": config["num_nextn_predict_layers"] or 0,
+    },
     expert_entries=lambda num_dense, num_layers: {"first_k_dense_replace": num_dense},
 )  # fmt: skip

@@ -131,12 +131,6 @@ def read_mrope(config: ConfigEntries, theta: float, sections: list[int] | None, 
     return rotary.model_copy(update=dict(sections=tuple(sections), alternating_sections=alternating))
 
 
-def qwen2_5_vl_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a Qwen2.5-VL config.json."""
-    rotary = read_mrope(config, 1e6, None, alternating=False)
-    return qwen2_shape_fields(config) | dict(rotary=rotary, vision=read_vision(config, "qwen2.5"))
-
-
 def qwen3_vl_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Qwen3-VL config.json."""
     rotary = read_mrope(config, 5e5, [24, 20, 20], alternating=True)
@@ -165,7 +159,9 @@ QWEN2_5_VL = Family(
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, max_window_layers=80,
         sliding_window=4096,
     ),
-    read=qwen2_5_vl_shape_fields,
+    read=lambda config: qwen2_shape_fields(config) | dict(
+        rotary=read_mrope(config, 1e6, None, alternating=False), vision=read_vision(config, "qwen2.5")
+    ),
     rows=lambda shape: [*decoder_rows(shape), *vision_rows(shape, "visual.")],  # the names of the hub's files
     entry_types=_TYPES,
 )  # fmt: skip

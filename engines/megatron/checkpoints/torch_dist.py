@@ -41,7 +41,7 @@ from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_k
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
-from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
+from penstock.engines.megatron.lora_layers import adapter_state, reset_adapters
 from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
     OptimizerOffload,
@@ -174,11 +174,14 @@ class RankState:
         same_layout = common["random_layout"] == self._describe_ranks_and_devices()
         if same_layout:
             state["random"] = ShardedObject("random", None, (dist.get_world_size(),), (dist.get_rank(),))
-        loaded = _load_sharded(state, directory)
+        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
         if self.adapter_seed is None:
             self._load_model(loaded)
         else:
-            load_adapter_state(self.chunks, loaded["adapters"])
+            with torch.no_grad():
+                for adapter in (adapter for chunk in self.chunks for adapter in chunk.adapters):
+                    for kind, param in adapter.named_parameters():
+                        param.copy_(loaded["adapters"][f"{adapter.names[0]}.{kind}"])
         load_moments_and_steps(self.optimizer, loaded["optimizer"])
         set_scheduler_to_step(self.scheduler, loaded["num_scheduled_steps"])
         if same_layout:  # RNG states are per rank; with dropout 0 no operation uses them
@@ -201,7 +204,7 @@ class RankState:
                 if isinstance(chunk, ValueModel) and chunk.post_process:
                     heads[key] = chunk.initial_head()
                     del state[key][HEAD]
-        loaded = _load_sharded(state, directory)
+        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
         for key, head in heads.items():
             loaded[key][HEAD] = head
         self._load_model(loaded)
@@ -277,10 +280,6 @@ def _check_complete(directory: str | Path) -> None:
             f"{directory} is not a torch_dist checkpoint (metadata.json is missing): use a converted model or a "
             "completely saved training checkpoint"
         )
-
-
-def _load_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
-    return dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
 
 
 def _content_metadata() -> dict[str, Any]:
