@@ -130,13 +130,12 @@ class Cluster:
             )
 
     def detached_options(self, name: str) -> dict[str, Any]:
-        """Return the Ray options that make an actor named and detached, so that it outlives the driver; {} on a local
-        Ray, which ends with the driver."""
+        """Return the Ray options of a named, detached actor, which outlives the driver; {} on a local Ray."""
         return {} if self.owned else {"name": name, "lifetime": "detached"}
 
     def find_actor(self, name: str) -> Any | None:
-        """Return the detached actor with this name, created by an earlier driver of this run; None if there is none,
-        which is always so on a local Ray."""
+        """Return the detached actor with this name of an earlier driver of this run, or None; always None on a local
+        Ray."""
         if self.owned:
             return None
         try:
@@ -361,8 +360,7 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Raise OSError if no HTTP/2 server, such as a gRPC server, listens at host:port. With RAY_USE_TLS only check that
-    some server listens."""
+    """Raise OSError if no HTTP/2 server (gRPC) listens at host:port, or with RAY_USE_TLS no server at all."""
     place = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:

@@ -85,8 +85,7 @@ def _ray_directory() -> str:
 
 
 def local_ray_processes(keep_pids: Collection[int] = ()) -> list[psutil.Process]:
-    """Return the daemons of this process's local Ray and their children, without daemons whose pid is in `keep_pids`
-    and the children of these."""
+    """Return the daemons of this process's local Ray, except those in `keep_pids`, and their children."""
     processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

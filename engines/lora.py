@@ -75,7 +75,7 @@ class LoraOptions(StageConfig):
 
     @property
     def scale(self) -> float:
-        """Return the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) with rsLoRA
+        """Return the factor of an adapter's output: alpha / rank, or with rsLoRA alpha / sqrt(rank)
         (arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
 
@@ -166,8 +166,7 @@ def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, s
 def check_adapters(
     shape: ModelShape, options: LoraOptions, *, tensor: int, pipeline: int, expert_tensor: int | None, grouped: bool
 ) -> None:
-    """Check that these adapters can be trained with these parallel sizes. `grouped`: grouped GEMMs compute the
-    experts."""
+    """Check that these adapters fit these parallel sizes. `grouped`: grouped GEMMs compute the experts."""
     targets = adapter_targets(shape, options.lora_target_modules)
     with_experts = [name for name in targets if EXPERT in name]
     for is_violated, message in (

@@ -28,8 +28,8 @@ class ParallelLayout(BaseModel):
     sequence_parallel: bool = False
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size of `world_size` trainer ranks. Raises LayoutError if the other parallel sizes
-        do not divide the number of ranks."""
+        """Return the data-parallel size of `world_size` trainer ranks. Raises LayoutError if the sizes do not divide
+        it."""
         expert_tensor = self.expert_tensor or self.tensor
         dense = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
         experts = {"expert tensor": expert_tensor, "expert": self.expert, "pipeline": self.pipeline}

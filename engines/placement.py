@@ -57,9 +57,8 @@ class Slot:
 
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
-    """Return the number of each process's first GPU. The GPUs of a run are numbered, node after node. Each process has
-    consecutive GPUs; the first process begins at `first_gpu`. A process that would span two nodes begins on the second
-    node instead."""
+    """Return the number of each process's first GPU, from `first_gpu` on. GPUs are numbered node after node; a process
+    that would span two nodes begins on the second node."""
     if gpus_per_process > gpus_per_node:
         raise LayoutError(
             f"a process needs {gpus_per_process} GPUs, but a node has {gpus_per_node} (--num-gpus-per-node): "
@@ -117,8 +116,7 @@ class Gpu:
 
 
 class Placement:
-    """Place the processes of one run. `cluster` is its `engines.cluster.Cluster`, which imports this module. Not
-    thread-safe."""
+    """Place the processes of one run. `cluster` is its `Cluster`, whose module imports this one. Not thread-safe."""
 
     def __init__(self, cluster: Any, options: PlacementOptions) -> None:
         self._cluster = cluster
@@ -238,8 +236,8 @@ class Placement:
             reserved += size
 
     def _adopt_or_remove_groups(self, sizes: list[int]) -> None:
-        """Reuse the placement groups of earlier drivers of this run if they have these sizes; otherwise remove the
-        groups, which kills the processes in them."""
+        """Reuse the placement groups of earlier drivers if they have these sizes; otherwise remove them and their
+        processes."""
         table = self._cluster.call_ray(self._cluster.ray.util.placement_group_table).values()
         prefix = f"{self._cluster.namespace}-gpus-"
         names = sorted(
@@ -268,8 +266,7 @@ class Placement:
         return group
 
     def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
-        """Return the GPUs of a placement group with their current node and ids: Ray moves the placement group of a dead
-        node to another node."""
+        """Return a placement group's GPUs with their current node, to which Ray moved them if their node died."""
         entry = self._cluster.call_ray(self._cluster.ray.util.placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
             raise NodeLost(

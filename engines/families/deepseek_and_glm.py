@@ -67,8 +67,8 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
 
 
 def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts:
-    """Return the MoE settings of a DeepSeek-style model: sigmoid scores with a frozen `e_score_correction_bias`, expert
-    groups and shared experts."""
+    """Return the MoE settings of a DeepSeek-style model: sigmoid scores with a frozen correction bias, expert
+    groups."""
     for name, needed in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if config[name] not in (None, needed):
             config.refuse(f"{name} {config[name]!r}", f"but Penstock supports only {needed!r} for this family")

@@ -143,8 +143,7 @@ def check_not_hub_id(flag: str, path: str | Path) -> None:
 
 
 def check_not_gguf(model: Path) -> None:
-    """Raise ModelError if `model`, which has no config.json or safetensors file, is a GGUF file or a directory with
-    one."""
+    """Raise ModelError if `model`, which has no config.json, is a GGUF file or a directory with one."""
     files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
     if files:
         raise ModelError(

@@ -113,8 +113,7 @@ class TensorRow:
 
 
 class TensorLayout:
-    """The tensor names of one model in Megatron and Hugging Face format, and the conversion of whole (unsharded)
-    tensors between the two."""
+    """The tensor names of a model in Megatron and Hugging Face format, and conversion of whole (unsharded) tensors."""
 
     def __init__(self, shape: ModelShape, rows: Sequence[TensorRow]) -> None:
         self.shape = shape
@@ -188,9 +187,8 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a pre-norm decoder, dense or MoE, with grouped-query or latent attention and SwiGLU.
-    With latent attention the RoPE dimensions have the same order in both formats, because the Megatron model also
-    applies interleaved RoPE."""
+    """Return the tensor table of a pre-norm decoder. The RoPE dimensions of latent attention have the same order in
+    both formats, because the Megatron model also applies interleaved RoPE."""
     input_norm, mlp_norm = norm_rows(shape)
     attention = mla_rows(shape) if shape.latent else attention_rows(shape)
     return [*embedding_rows(shape), input_norm, *attention, mlp_norm, *mlp_rows(shape)]

@@ -42,9 +42,8 @@ TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Fl
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Rewrite and compile a module of `megatron.core`, and cache the bytecode, which saves 2 s per process. The cache
-    file's name contains a hash of the module's source and of this file, so a change of either invalidates the
-    cache."""
+    """Rewrite and compile a module of `megatron.core`, and cache the bytecode, which saves 2 s per process, under a
+    name with a hash of the module's source and of this file."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -66,9 +66,8 @@ def frozen_parameters(
 
 
 def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) -> None:
-    """Raise OptionError if, because of the `frozen` parameters, a pipeline stage could lack an optimizer that other
-    stages have. Megatron has one optimizer for the experts and one for all other parameters; a stage in which all
-    parameters of one of them are frozen lacks that optimizer."""
+    """Raise OptionError if, because of the `frozen` parameters, a pipeline stage could lack one of Megatron's two
+    optimizers (for the experts, and for all other parameters) that other stages have."""
     if num_stages == 1 or not frozen:
         return
     names = [name for name in tensor_layout(shape).megatron_names() if not name.endswith("router.expert_bias")]

@@ -120,8 +120,7 @@ BF16_PEAKS = {
 
 
 def peak_flops(dtype: str) -> float | None:
-    """Return the peak FLOP/s of this process's GPU; None on a CPU, for a dtype other than bf16, and for a GPU that is
-    not in BF16_PEAKS."""
+    """Return the peak FLOP/s of this process's GPU; None for other dtypes than bf16, and if it is not in BF16_PEAKS."""
     if dtype != "bf16" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

@@ -102,8 +102,8 @@ class DeviceMemory:
         )
 
     def _storages(self, kind: StateKind) -> list[UntypedStorage]:
-        """Return the storages of a kind of state, each once, without empty storages and, for the optimizer, without
-        storages that hold model weights."""
+        """Return the nonempty storages of a kind of state, each once; the optimizer's without those of model
+        weights."""
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._buffers}
         if kind == "weights":
             tensors = [buffer.param_data for buffer in self._buffers] + self._frozen

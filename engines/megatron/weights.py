@@ -36,8 +36,7 @@ Snapshot = list[Tensor]
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """Names, shape, dtype and pipeline rank of a full (unsharded) tensor; pipeline ranks exchange these before they
-    broadcast the data."""
+    """A full (unsharded) tensor, as pipeline ranks describe it to each other before they broadcast the data."""
 
     names: tuple[str, ...]  # global names: one, or for an expert's tensor one per expert-parallel rank
     shape: tuple[int, ...]  # shape of the full tensor, vocabulary padding included
@@ -53,9 +52,8 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
-    """Exclude the parameters with these global names from training: they get no gradient and no optimizer state, and
-    keep their bits. The experts of a layer must be frozen together. Call this before the chunks are wrapped in
-    DistributedDataParallel."""
+    """Exclude the parameters with these global names from training. The experts of a layer must be frozen together.
+    Call this before the chunks are wrapped in DistributedDataParallel."""
     for chunk in chunks if frozen else ():
         for name, param in chunk.named_parameters():
             if name == HEAD and chunk.share_embeddings_and_output_weights:
@@ -98,8 +96,7 @@ def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
 
 
 def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (global name of a layer, full A [parts * r, in], full B [out, r]) for every adapter of the model. Like
-    `gather_weights` this is a collective."""
+    """Yield (global layer name, full A [parts * r, in], full B [out, r]) of every adapter. A collective."""
     for chunk in chunks:
         local = dict(matrix for adapter in chunk.adapters for matrix in adapter.shards())
         waiting: dict[str, Tensor] = {}
@@ -166,9 +163,8 @@ def sharded_axis(tensor: Tensor) -> int | None:
 
 
 def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head. Stacked experts are
-    yielded one by one, under the names that they have without stacking, and a router's correction bias after its
-    weight."""
+    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head: stacked experts one
+    by one, under their names without stacking, and a router's correction bias after its weight."""
     buffers = dict(chunk.named_buffers())
     for name, param in chunk.named_parameters():
         if name.startswith("adapters."):
@@ -188,8 +184,7 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -> str:
-    """Return the global name of a weight or layer with the local name `name` on the expert-parallel rank `expert_rank`
-    (None: this rank's)."""
+    """Return the global name of a weight or layer on the expert-parallel rank `expert_rank` (None: this rank's)."""
     if expert_rank is None:
         expert_rank = parallel_state.get_expert_model_parallel_rank()
     name = LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", name)
@@ -241,8 +236,7 @@ def copy_weights_to_host(chunks: list[PolicyModel]) -> Snapshot:
 
 @torch.no_grad()
 def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
-    """Exchange the values of this rank's weights with those of the snapshot `other`, in place. A second call with the
-    same snapshot restores both."""
+    """Exchange this rank's weights with the snapshot `other`, in place. A second call restores both."""
     for tensor, other_tensor in zip(_snapshot_tensors(chunks), other, strict=True):
         current = tensor.clone()
         tensor.copy_(other_tensor, non_blocking=True)

@@ -108,9 +108,8 @@ class EnginePool:
                 self._serving = None
 
     def update_while_serving(self, version: str, publish: Publish) -> None:
-        """Send the weights of policy version `version` to the engines while another thread is inside `serving`. Engines
-        that are restarted later in that block get this version, too. Requests in flight continue with the new
-        weights."""
+        """Send the weights of policy version `version` to the engines while another thread is inside `serving`, also
+        after later restarts. Requests in flight continue with the new weights."""
         supervisor = self._serving
         if supervisor is None:
             raise RuntimeError("weights cannot be sent to engines in use: the stage that used them has failed or ended")

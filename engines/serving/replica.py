@@ -153,8 +153,7 @@ class RayReplica(Replica):
             self.launch_server()
 
     def launch_server(self) -> None:
-        """Start a new server without waiting until it is ready. If its node has died, `wait_for_url` starts it as soon
-        as the node is back."""
+        """Start a new server without waiting. If its node has died, `wait_for_url` starts it when the node is back."""
         self.adopted = False
         try:
             self._slots = self._place()
@@ -318,9 +317,8 @@ def actor_name(index: int, node_rank: int = 0, role: str = "engine") -> str:
 
 
 def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role: str = "engine") -> None:
-    """Kill the detached actors that remain on an external Ray cluster from an earlier driver of this run with more
-    engines or nodes: all actors of engines from number `index` on, and those of every engine with node rank `num_nodes`
-    or higher. Only actors of servers with this `ServerSpec.role` are killed."""
+    """Kill the detached actors of this `role` that an earlier driver with more engines or nodes left on an external Ray
+    cluster: of engines from number `index` on, and with node rank `num_nodes` or higher."""
     for engine in count():
         first = num_nodes if engine < index else 0
         names = (actor_name(engine, rank, role) for rank in count(first))

@@ -107,8 +107,7 @@ class SGLangRouter:
             self._failure = error  # raised by `address`
 
     def _run_process_until_exit(self) -> str:
-        """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
-        Return why it ended, with the tail of its log."""
+        """Run one router process until it dies, hangs or is stopped. Return why it ended, with the tail of its log."""
         port = reserve_free_port()
         # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
         # machine would find the port in use.

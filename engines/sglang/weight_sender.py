@@ -89,8 +89,8 @@ class WeightSender:
     def _update_through_shared_memory(
         self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
     ) -> None:
-        """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
-        in addition to the gathered tensors."""
+        """Let the servers copy bucket by bucket from the memory of the trainer ranks, which hold one bucket at a
+        time."""
         routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
         for route in routes.values():  # on every trainer rank: creating a group is collective
             if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:

@@ -232,9 +232,8 @@ class WeightUpdate:
             self._resume_generation()
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
-        """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
-        `handles`: URL -> for each rank of the server, a pickled handle to the copy of the bucket that a trainer rank
-        has; servers without an entry read this rank's copy, `flat`."""
+        """Make every server copy a bucket from the trainer's memory. `handles`: URL -> for each rank of the server, a
+        pickled handle to a trainer rank's copy of the bucket; other servers read this rank's copy, `flat`."""
         self._begin_sessions()
         payloads = {
             url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]
@@ -260,9 +259,8 @@ class WeightUpdate:
         return [self.pool.submit(self.post, url, path, body | self._fields(url, path, last)) for url in self.urls]
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
-        """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
-        because these may never receive the bucket. If a server failed, raise its error instead of the error of the
-        broadcast that failed in consequence."""
+        """Wait until every server has loaded the bucket; after an error, at most 5 s for the other servers. If a server
+        failed, raise its error, not that of the broadcast that failed in consequence."""
         if wait(loading, return_when=FIRST_EXCEPTION).not_done:
             wait(loading, timeout=5)
         errors = [error for future in loading if future.done() and (error := future.exception()) is not None]
@@ -282,8 +280,7 @@ class WeightUpdate:
         )
 
     def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
-        """Return the fields of a request to `path` that loads a bucket, but not into the draft layers of speculative
-        decoding."""
+        """Return the fields of a request that loads a bucket, but not into the draft layers of speculative decoding."""
         is_older = self.facts[url][0] < older_release.CURRENT
         only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
         return {"load_format": "flattened_bucket", "flush_cache": last and url in self._flushed, **only_target}
@@ -301,8 +298,7 @@ class WeightUpdate:
 
     @property
     def _flushed(self) -> list[str]:
-        """URLs of servers whose prefix cache the last bucket flushes: those with a KV cache (a released one is empty)
-        that no paused request uses."""
+        """URLs of servers whose prefix cache the last bucket flushes: with a KV cache that no paused request uses."""
         return [] if self.in_flight == "in_place" else self._with_cache
 
     def _resume_generation(self) -> None:

@@ -100,9 +100,8 @@ def engine_process_id(place: ProcessPlace) -> str:
 def add_upload(
     transport: WeightTransport, engines: Mapping[str, ProcessPlace], trainer_node: str, upload: WeightUpload
 ) -> WeightTransport:
-    """Return `transport` with `upload` if its kind is "disk" and an engine does not run on the trainer's machine:
-    trainer rank 0, on `trainer_node`, writes a directory that only processes on its machine can read. Return
-    `transport` unchanged if the engines have no actors (external engines)."""
+    """Return `transport` with `upload` if its kind is "disk" and an engine runs on another machine than trainer rank 0,
+    which writes the directory, on `trainer_node`. External engines have no actors, so nothing changes for them."""
     on_one_machine = {place.node for place in engines.values()} == {trainer_node}
     if transport.kind != "disk" or on_one_machine or not upload.actors:
         return transport

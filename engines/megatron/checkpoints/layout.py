@@ -45,8 +45,7 @@ LINEAR = re.compile(r"\.linear_\w+\.weight$")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A slice of a checkpoint tensor, and the slice of the model parameter that is stored in it. All tuples have one
-    entry per axis."""
+    """A slice of a checkpoint tensor, and the slice of the parameter stored in it. Tuples have one entry per axis."""
 
     key: str  # key of the checkpoint tensor
     offset: tuple[int, ...]  # start of the slice in the checkpoint tensor; stacking axes come first
@@ -112,9 +111,8 @@ class CheckpointLayout:
         return replace(self, slices=renamed)
 
     def adapt_to_stored_keys(self, stored_keys: Container[str]) -> CheckpointLayout:
-        """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
-        TransformerEngine, layers stacked or one tensor per layer. Slices whose tensor is not in the checkpoint stay
-        unchanged."""
+        """Return this layout with the keys in a checkpoint: those of Megatron's local modules or of TransformerEngine,
+        layers stacked or one tensor per layer. Slices whose tensor it lacks stay unchanged."""
         local_keys = {te: local for local, te in self.te_keys.items()}
         slices: dict[str, list[ShardSlice]] = {}
         for name, pieces in self.slices.items():
@@ -127,9 +125,8 @@ class CheckpointLayout:
         return replace(self, slices=slices)
 
     def extra_state_keys(self, names: MegatronNames) -> list[str]:
-        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects: one per projection and,
-        with some versions of TransformerEngine, also one per norm and attention module. The loader ignores superfluous
-        objects."""
+        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one per projection and,
+        in some versions of TransformerEngine, per norm and attention module. It ignores superfluous ones."""
         keys = set()
         for piece in self.all_slices():
             modules = []
@@ -188,9 +185,8 @@ def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
 
 
 def write_common_files(directory: Path, shape: ModelShape, iteration: int) -> None:
-    """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
-    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments,
-    whether layers are stacked, and the number of training iterations."""
+    """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint. The
+    latter has what training scripts and converters read: the model as Megatron-LM arguments, and the iteration."""
     common = {
         "args": argparse.Namespace(**training_args(shape)),
         "iteration": iteration,
@@ -203,8 +199,7 @@ def write_common_files(directory: Path, shape: ModelShape, iteration: int) -> No
 
 @contextmanager
 def _single_rank_process_groups() -> Iterator[None]:
-    """Initialize process groups of one rank, which Megatron needs to build a model. Existing process groups are
-    kept."""
+    """Initialize process groups of one rank, which Megatron needs to build a model, unless there are some."""
     if dist.is_initialized():
         yield
         return

@@ -192,7 +192,7 @@ class RankState:
         return json.loads(loaded["step_state"])
 
     def load_weights(self, directory: str | Path) -> None:
-        """Load only the model weights of a converted model or training checkpoint; reset adapters, optimizer and
+        """Load only the weights of a converted model or training checkpoint; reset adapters, optimizer and
         scheduler."""
         _check_complete(directory)
         state, keys = self._model_state(), read_metadata(directory).state_dict_metadata
@@ -268,8 +268,7 @@ class RankState:
             chunk.zero_vocab_padding()  # the checkpoint may have less vocabulary padding
 
     def _describe_ranks_and_devices(self) -> str:
-        """Return a description of ranks and devices. RNG states are restored only from a checkpoint with the same
-        description."""
+        """Describe ranks and devices. RNG states are restored only from a checkpoint with the same description."""
         return f"{dist.get_world_size()} ranks, {self.layout.model_dump_json()}, {device().type}"
 
 

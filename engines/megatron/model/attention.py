@@ -126,9 +126,8 @@ def causal_attention(
 
 
 def divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values whose heads `ranks` ranks can share equally: each rank has the keys and values of
-    its query heads. Key heads are repeated where several ranks need them, and heads of zeros added where the number of
-    query heads is not divisible."""
+    """Return heads that `ranks` ranks can share equally, each with the keys and values of its query heads: key heads
+    are repeated where several ranks need them, and heads of zeros are added."""
     heads, groups = query.shape[1], key.shape[1]
     copies = math.lcm(groups, ranks) // groups
     if heads % (groups * copies):
@@ -211,8 +210,7 @@ class _CopyRows(torch.autograd.Function):
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float, causal: bool
 ) -> Tensor:
-    """Return the output of attention, computed by torch's variable-length flash attention kernel.
-    [t, heads, value_dim]"""
+    """Return the output of torch's variable-length flash attention kernel. [t, heads, value_dim]"""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
@@ -289,8 +287,7 @@ class MLASelfAttention(MegatronModule):
         )
 
     def _column_parallel(self, size: int, out: int) -> ColumnParallelLinear:
-        """Return a linear layer whose output rows are sharded over tensor-parallel ranks: each rank has the rows of its
-        attention heads."""
+        """Return a linear layer of which each tensor-parallel rank has the output rows of its attention heads."""
         config, init = self.config, self.config.init_method
         return ColumnParallelLinear(
             size, out, config=config, init_method=init, bias=False, gather_output=False, tp_group=self.tensor_group

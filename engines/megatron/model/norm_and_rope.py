@@ -52,9 +52,8 @@ def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, T
 
 
 def rope_frequencies(rotary: Rotary, dim: int, device: torch.device | None = None) -> Tensor:
-    """Return the RoPE inverse frequencies (radians per position, one per pair of dimensions), after scaling: low
-    frequencies are divided by the scaling factor, high ones are kept, and those in between are interpolated. [dim
-    / 2]"""
+    """Return the inverse frequencies (radians per position) of the RoPE pairs: scaling divides low ones by its factor,
+    keeps high ones, and interpolates between them. [dim / 2]"""
     plain = 1.0 / (rotary.base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
     scaling = rotary.scaling
     if isinstance(scaling, Llama3Scaling):
