@@ -140,9 +140,9 @@ class EnginePool:
         return {url: known[url].actors[0] for url in urls if url in known}
 
     def release_memory(self) -> None:
-        """Release the GPU memory of weights and KV cache of all engines, also of those that are starting; the next
-        publish allocates it again. Does nothing while a thread is inside `serving`: its engines generate, and the
-        caller needs the trainer only to send weights to a restarted engine."""
+        """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again. Waits for
+        engines that are starting, because a start needs GPU memory, too. Does nothing while a thread is inside
+        `serving`: its engines generate, and the caller needs the trainer only to send weights to a restarted engine."""
         if self._serving is not None:
             return
         with self._lock:

@@ -298,7 +298,7 @@ class WeightUpdate:
 
     @property
     def _flushed(self) -> list[str]:
-        """URLs of servers whose prefix cache the last bucket flushes: with a KV cache that no paused request uses."""
+        """Return the servers whose prefix cache the last bucket flushes: with a KV cache unused by paused requests."""
         return [] if self.in_flight == "in_place" else self._with_cache
 
     def _resume_generation(self) -> None:

@@ -118,8 +118,9 @@ class CheckpointLayout:
         for name, pieces in self.slices.items():
             for piece in pieces:
                 keys = (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key))
-                named = [replace(piece, key=key) for key in keys if key is not None]
-                candidates = [same for one in named for same in (one, one.toggle_layer_stacking(self.num_layers))]
+                candidates = []
+                for renamed in (replace(piece, key=key) for key in keys if key is not None):
+                    candidates += [renamed, renamed.toggle_layer_stacking(self.num_layers)]
                 stored = next((candidate for candidate in candidates if candidate.key in stored_keys), piece)
                 slices.setdefault(name, []).append(stored)
         return replace(self, slices=slices)
