@@ -73,15 +73,9 @@ class Cluster:
         num_gpus: int | None = None,
         options: PlacementOptions | None = None,
     ) -> Cluster:
-        """Start a local Ray that ends with this process, or connect to the external Ray cluster at `address`.
-
-        Args:
-            address: "auto", "host:port" or "ray://..."; None starts a local Ray.
-            namespace: Ray namespace of the run's named actors.
-            num_cpus, num_gpus: resources of a local Ray; by default the cores that this process may use, and all GPUs
-                that Ray finds.
-            options: how processes are placed on nodes.
-        """
+        """Start a local Ray that ends with this process, or connect to the external Ray cluster at `address` ("auto",
+        "host:port" or "ray://..."). `num_cpus` and `num_gpus` are the resources of a local Ray; by default the cores
+        that this process may use, and all GPUs that Ray finds."""
         import_ray_with_settings(is_local=address is None)
         import ray
 
@@ -98,10 +92,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Remove the placement groups, which kills the processes in them, and disconnect from Ray; a local Ray is
-        stopped.
-
-        Safe to call twice. Threads that are waiting in `wait`, `get` or `call_ray` get ClusterLost.
-        """
+        stopped. Safe to call twice. Threads that are waiting in `wait`, `get` or `call_ray` get ClusterLost."""
         if self._stopped:
             return
         self._stopped = True
@@ -139,13 +130,12 @@ class Cluster:
             )
 
     def detached_options(self, name: str) -> dict[str, Any]:
-        """Return the Ray options that make an actor named and detached, so that it outlives the driver; {} on a local
-        Ray, which ends with the driver."""
+        """Return the Ray options of a named, detached actor, which outlives the driver; {} on a local Ray."""
         return {} if self.owned else {"name": name, "lifetime": "detached"}
 
     def find_actor(self, name: str) -> Any | None:
-        """Return the detached actor with this name, created by an earlier driver of this run; None if there is none,
-        which is always so on a local Ray."""
+        """Return the detached actor with this name of an earlier driver of this run, or None; always None on a local
+        Ray."""
         if self.owned:
             return None
         try:
@@ -345,11 +335,8 @@ def translate_ray_errors(address: str) -> Iterator[None]:
 
 
 def check_ray_answers(address: str) -> None:
-    """Check that the control service (GCS) of a Ray cluster answers at `address` and accepts this process's token.
-
-    Ray 2.60 tries 20 times for 40 s to connect to a service that does not answer or does not accept the token. An
-    address "ray://..." is not checked: Ray's client has a timeout.
-    """
+    """Check that the control service (GCS) of a Ray cluster answers at `address` and accepts this process's token: Ray
+    2.60 would try for 40 s. An address "ray://..." is not checked: Ray's client has a timeout."""
     import ray
     from ray._private.services import canonicalize_bootstrap_address, parse_address
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -373,8 +360,7 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Raise OSError if no HTTP/2 server, such as a gRPC server, listens at host:port. With RAY_USE_TLS only check that
-    some server listens."""
+    """Raise OSError if no HTTP/2 server (gRPC) listens at host:port, or with RAY_USE_TLS no server at all."""
     place = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:
@@ -397,8 +383,5 @@ def cpu_count() -> int:
 
 def cpu_threads_per_process(configured: int | None, num_processes: int = 1) -> int:
     """Return the number of CPU threads for one of `num_processes` processes that compute at the same time:
-    `configured`, or an equal share of the cores.
-
-    The thread count affects a run's numerics, because it changes the order of floating-point sums.
-    """
+    `configured`, or an equal share of the cores. It changes the order of floating-point sums, and thus a run's bits."""
     return configured or max(1, cpu_count() // num_processes)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 Counters = Mapping[str, float]  # GPU id on its node -> joules since the driver was loaded
 ReadCounters = Callable[[], Counters]  # `dict` reads no counters: no energy is then measured
@@ -21,34 +22,50 @@ class _Utilization(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]  # percent of the driver's last sampling period
 
 
+class GpuReading(NamedTuple):
+    """What NVML reports about one GPU; 0, None or missing where it reports nothing."""
+
+    total_bytes: int = 0
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability (major, minor)
+    joules: float | None = None  # energy since the driver was loaded; GPUs since Volta count it
+    usage: Mapping[str, float] = MappingProxyType(
+        {}
+    )  # memory, utilization and power, under MLflow's names of these metrics
+
+
 def visible_gpu_bytes() -> list[int]:
     """Return the total memory, in bytes, of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs or driver."""
-
-    def total(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
-        memory = _Memory()
-        return int(memory.total) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
-
-    return select_visible_gpus([size for size in _query_gpus(total) if size])
+    return select_visible_gpus([gpu.total_bytes for gpu in read_gpus() if gpu.total_bytes])
 
 
 def visible_gpu_capabilities() -> list[tuple[int, int]]:
     """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows."""
-
-    def capability(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> tuple[int, int]:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-        return major.value, minor.value
-
-    return select_visible_gpus([found for found in _query_gpus(capability) if found and found[0]])
+    return select_visible_gpus([gpu.capability for gpu in read_gpus() if gpu.capability[0]])
 
 
-def visible_gpu_usage() -> list[dict[str, float]]:
-    """Return memory, utilization and power of every GPU that CUDA_VISIBLE_DEVICES allows, under MLflow's names of
-    these metrics; values that the GPU does not report are missing. [] without GPUs or driver."""
+def visible_gpu_usage() -> list[Mapping[str, float]]:
+    """Return `GpuReading.usage` of every GPU that CUDA_VISIBLE_DEVICES allows."""
+    return select_visible_gpus([gpu.usage for gpu in read_gpus()])
 
-    def measure(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> dict[str, float]:
-        memory, utilization = _Memory(), _Utilization()
+
+def read_gpus() -> list[GpuReading]:
+    """Return what NVML reports about every GPU of this machine; [] without GPUs or driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    count, readings = ctypes.c_uint(), []
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        count.value = 0
+    for index in range(count.value):
+        handle, memory, utilization = ctypes.c_void_p(), _Memory(), _Utilization()
+        major, minor, energy = ctypes.c_int(), ctypes.c_int(), ctypes.c_ulonglong()  # energy in millijoules
         power, limit = ctypes.c_uint(), ctypes.c_uint()  # milliwatts
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
+            readings.append(GpuReading())
+            continue
         usage: dict[str, float] = {}
         if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
             usage["memory_usage_megabytes"] = memory.used / 1e6
@@ -59,31 +76,12 @@ def visible_gpu_usage() -> list[dict[str, float]]:
             usage["power_usage_watts"] = power.value / 1000
             if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(limit)) == 0 and limit.value:
                 usage["power_usage_percentage"] = 100 * power.value / limit.value
-        return usage
-
-    return select_visible_gpus([usage or {} for usage in _query_gpus(measure)])
-
-
-def _query_gpus(query: Callable[[ctypes.CDLL, ctypes.c_void_p], T]) -> list[T | None]:
-    """Return `query(nvml, handle)` for every GPU, None for one that NVML cannot open; [] without GPUs or driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return []
-        results: list[T | None] = []
-        for index in range(count.value):
-            handle = ctypes.c_void_p()
-            opened = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
-            results.append(query(nvml, handle) if opened else None)
-        return results
-    finally:
-        nvml.nvmlShutdown()
+        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+        has_energy = nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy)) == 0
+        joules = energy.value / 1000 if has_energy else None
+        readings.append(GpuReading(int(memory.total), (major.value, minor.value), joules, usage))
+    nvml.nvmlShutdown()
+    return readings
 
 
 def select_visible_gpus(values: list[T]) -> list[T]:
@@ -102,14 +100,8 @@ def select_visible_gpus(values: list[T]) -> list[T]:
 
 
 def all_counters() -> Counters:
-    """Return the energy counters of all GPUs of this machine that have one (since Volta); {} without GPUs or driver."""
-
-    def joules(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:
-        millijoules = ctypes.c_ulonglong()
-        status = nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
-        return millijoules.value / 1000 if status == 0 else None
-
-    return {str(gpu): value for gpu, value in enumerate(_query_gpus(joules)) if value is not None}
+    """Return the energy counters of all GPUs of this machine that have one; {} without GPUs or driver."""
+    return {str(index): gpu.joules for index, gpu in enumerate(read_gpus()) if gpu.joules is not None}
 
 
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:

@@ -48,10 +48,7 @@ def import_ray() -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`.
-
-    If one of Ray's daemons is killed during the start, `ray.init` fails after 30 to 50 s.
-    """
+    """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`."""
     import ray
 
     for tries_left in reversed(range(START_TRIES)):
@@ -88,8 +85,7 @@ def _ray_directory() -> str:
 
 
 def local_ray_processes(keep_pids: Collection[int] = ()) -> list[psutil.Process]:
-    """Return the daemons of this process's local Ray and their children, without daemons whose pid is in `keep_pids`
-    and the children of these."""
+    """Return the daemons of this process's local Ray, except those in `keep_pids`, and their children."""
     processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

@@ -75,7 +75,7 @@ class LoraOptions(StageConfig):
 
     @property
     def scale(self) -> float:
-        """Return the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) with rsLoRA
+        """Return the factor of an adapter's output: alpha / rank, or with rsLoRA alpha / sqrt(rank)
         (arXiv:2312.03732)."""
         return self.alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
 
@@ -129,8 +129,7 @@ def adapter_targets(shape: ModelShape, target_modules: Sequence[str]) -> dict[st
 
 def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:
     """Return where a checkpoint stores one adapter matrix of a layer: the key of the tensor and, for a layer of an
-    expert, the index of the expert on the tensor's first axis (else None).
-    """
+    expert, the index of the expert on the tensor's first axis (else None)."""
     expert = EXPERT_INDEX.search(f"{layer}.")
     return EXPERT_INDEX.sub(".", f"{layer}.{kind}"), int(expert[1]) if expert else None
 
@@ -167,26 +166,29 @@ def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, s
 def check_adapters(
     shape: ModelShape, options: LoraOptions, *, tensor: int, pipeline: int, expert_tensor: int | None, grouped: bool
 ) -> None:
-    """Check that these adapters can be trained with these parallel sizes. `grouped`: grouped GEMMs compute the
-    experts."""
+    """Check that these adapters fit these parallel sizes. `grouped`: grouped GEMMs compute the experts."""
     targets = adapter_targets(shape, options.lora_target_modules)
     with_experts = [name for name in targets if EXPERT in name]
-    if with_experts and (expert_tensor or tensor) not in (1, tensor):
-        raise OptionError(
+    for is_violated, message in (
+        (
+            with_experts and (expert_tensor or tensor) not in (1, tensor),
             f"adapters of experts need --expert-tensor-parallel-size 1 or {tensor} (--tensor-model-parallel-size), but "
-            f"found {expert_tensor}: change it, or leave experts out of {TARGETS}"
-        )
-    if with_experts and grouped and options.lora_rank % 8:
-        raise OptionError(
+            f"found {expert_tensor}: change it, or leave experts out of {TARGETS}",
+        ),
+        (
+            with_experts and grouped and options.lora_rank % 8,
             f"--lora-rank {options.lora_rank} with grouped experts must be a multiple of 8 (rows of 16 bytes): change "
-            f"it, or leave experts out of {TARGETS}"
-        )
-    if pipeline > 1 and len(with_experts) == len(targets):
-        raise OptionError(
+            f"it, or leave experts out of {TARGETS}",
+        ),
+        (
+            pipeline > 1 and len(with_experts) == len(targets),
             f"{TARGETS} with only routed experts needs --pipeline-model-parallel-size 1, because every pipeline stage "
             f"must train a parameter outside of the experts: add `attention` to {TARGETS}, or give "
-            "--pipeline-model-parallel-size 1"
-        )
+            "--pipeline-model-parallel-size 1",
+        ),
+    ):
+        if is_violated:
+            raise OptionError(message)
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -216,10 +218,9 @@ def from_peft(layout: TensorLayout, layer: str, fetch: Callable[[str], Tensor]) 
 
 def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    modules = [module for target in _targets(shape, options) for module in target.hf_modules]
+    modules = adapted_modules(shape, options.lora_target_modules)
     names = sorted({module.rpartition(".")[2] for module in modules})
-    linears = [name for target in _targets(shape) for name in target.hf_modules]
-    is_exact = {name for name in linears if name.rpartition(".")[2] in names} == set(modules)
+    is_exact = {name for name in adapted_modules(shape) if name.rpartition(".")[2] in names} == set(modules)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -250,13 +251,13 @@ def served_modules(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
 
 def served_tensors(options: LoraOptions, shape: ModelShape) -> list[str]:
     """Return the names, in PEFT's format, of all adapter matrices that engines load."""
-    modules = [module for target in _targets(shape, options) for module in target.hf_modules]
+    modules = adapted_modules(shape, options.lora_target_modules)
     return [f"{PREFIX}{module}.{kind}.weight" for module in modules for kind in ("lora_A", "lora_B")]
 
 
-def _targets(shape: ModelShape, options: LoraOptions | None = None) -> list[AdapterTarget]:
-    """Return the layers that get adapters; without `options` all layers that can get one."""
-    return list(adapter_targets(shape, options.lora_target_modules if options else ("all-linear",)).values())
+def adapted_modules(shape: ModelShape, target_modules: Sequence[str] = ("all-linear",)) -> list[str]:
+    """Return the names of the Hugging Face layers that get adapters, by default of all that can get one."""
+    return [module for target in adapter_targets(shape, target_modules).values() for module in target.hf_modules]
 
 
 @contextmanager
@@ -288,11 +289,10 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
             )
     layout = tensor_layout(shape)
     shapes = {}
-    for target in _targets(shape, options):
-        for module in target.hf_modules:
-            out, size = layout.hf_shapes[f"{module}.weight"]
-            shapes[f"{PREFIX}{module}.lora_A.weight"] = [options.lora_rank, size]
-            shapes[f"{PREFIX}{module}.lora_B.weight"] = [out, options.lora_rank]
+    for module in adapted_modules(shape, options.lora_target_modules):
+        out, size = layout.hf_shapes[f"{module}.weight"]
+        shapes[f"{PREFIX}{module}.lora_A.weight"] = [options.lora_rank, size]
+        shapes[f"{PREFIX}{module}.lora_B.weight"] = [out, options.lora_rank]
     found = {name: tensor["shape"] for name, tensor in read_header(directory / WEIGHTS)[0].items()}
     if differing := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
         name = differing[0]

@@ -88,10 +88,8 @@ def listen_at(host: str) -> socket.socket:
 
 
 def serve_store(listener: socket.socket, world_size: int, timeout: timedelta) -> Store:
-    """Return the TCPStore of rank 0, which serves on `listener`; the other ranks connect to the listener's address.
-
-    The store takes ownership of the socket. A socket that torch creates would listen on all addresses of this machine.
-    """
+    """Return the TCPStore of rank 0, which takes ownership of `listener` and serves on it; the other ranks connect to
+    its address. A socket that torch creates would listen on all addresses of this machine."""
     from torch.distributed import TCPStore
 
     host, port = listener.getsockname()[:2]

@@ -28,8 +28,8 @@ class ParallelLayout(BaseModel):
     sequence_parallel: bool = False
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size of `world_size` trainer ranks. Raises LayoutError if the other parallel sizes
-        do not divide the number of ranks."""
+        """Return the data-parallel size of `world_size` trainer ranks. Raises LayoutError if the sizes do not divide
+        it."""
         expert_tensor = self.expert_tensor or self.tensor
         dense = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
         experts = {"expert tensor": expert_tensor, "expert": self.expert, "pipeline": self.pipeline}
@@ -66,21 +66,28 @@ def check_model_parallel(
             (tensor, flag, experts.shared_ffn_hidden_size, "rows of the shared experts' up projection"),
             (*own, experts.ffn_hidden_size, "rows of an expert's up projection"),
         ]
-    for ranks, name, size, dimension in divided:
-        if size % ranks:
-            raise LayoutError(f"{name} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
     groups = shape.num_query_groups
-    if shape.latent is None and max(groups, tensor) % min(groups, tensor):
-        found = f"{flag} {tensor}, but the model has {groups} key-value heads"
-        raise LayoutError(f"{found}: use a divisor or a multiple of {groups}")
-    if experts is None and expert > 1:
-        found = f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts"
-        raise LayoutError(f"{found}: omit the option")
-    if (experts or shape.latent) and tensor > 1 and not sequence_parallel:
-        found = f"{shape.architecture} over {tensor} tensor-parallel ranks needs sequence parallelism"
-        raise LayoutError(
-            f"{found} (otherwise the gradients of its replicated weights are not all-reduced): add --sequence-parallel"
-        )
+    for is_violated, message in (
+        *(
+            (size % ranks, f"{name} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
+            for ranks, name, size, dimension in divided
+        ),
+        (
+            shape.latent is None and max(groups, tensor) % min(groups, tensor),
+            f"{flag} {tensor}, but the model has {groups} key-value heads: use a divisor or a multiple of {groups}",
+        ),
+        (
+            experts is None and expert > 1,
+            f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts: omit the option",
+        ),
+        (
+            (experts or shape.latent) and tensor > 1 and not sequence_parallel,
+            f"{shape.architecture} over {tensor} tensor-parallel ranks needs sequence parallelism (otherwise the "
+            "gradients of its replicated weights are not all-reduced): add --sequence-parallel",
+        ),
+    ):
+        if is_violated:
+            raise LayoutError(message)
 
 
 def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], default: bool = False) -> bool:
@@ -154,11 +161,8 @@ def split_layers(num_layers: int, pipeline: int, first: int | None = None, last:
 
 
 def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
-    """Return a hint for an error message: flags with which the layers can be split over the pipeline stages.
-
-    The first of these that works is suggested: another size of the last stage, which also has the LM head; other sizes
-    of the first and the last stage; another number of stages; no virtual stages.
-    """
+    """Return a hint for an error message, the first that works: another size of the last stage, which also has the LM
+    head; other sizes of the first and the last stage; another number of stages; no virtual stages."""
     if pipeline > 1 and num_layers % virtual == 0:
         sizes = range(virtual, num_layers + 1, virtual)
         pairs = [(first, last) for first in sizes for last in sizes if abs(first - last) <= virtual]

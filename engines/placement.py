@@ -38,14 +38,13 @@ class PlacementOptions:
     num_nodes: int = 1  # nodes of a cluster without GPUs over which processes are distributed
     node_timeout: float = 600  # seconds to wait for a node that died
 
-    def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including GPUs at the end of a node that are too few for an engine and
-        stay unused."""
-        return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
-
     def end_of_engines(self, gpus_per_node: int) -> int:
         """Return the number of the first GPU after those of trainer and engines."""
         return _end(self.engine_gpus, self.gpus_per_engine, self.trainer_gpus, gpus_per_node)
+
+    def total_gpus(self, gpus_per_node: int) -> int:
+        """Return the number of GPUs to reserve, including those at the end of a node that are too few for an engine."""
+        return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ class Slot:
 
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
-    """Return the number of each process's first GPU. The GPUs of a run are numbered, node after node. Each process has
-    consecutive GPUs; the first process begins at `first_gpu`. A process that would span two nodes begins on the second
-    node instead."""
+    """Return the number of each process's first GPU, from `first_gpu` on. GPUs are numbered node after node; a process
+    that would span two nodes begins on the second node."""
     if gpus_per_process > gpus_per_node:
         raise LayoutError(
             f"a process needs {gpus_per_process} GPUs, but a node has {gpus_per_node} (--num-gpus-per-node): "
@@ -118,8 +116,7 @@ class Gpu:
 
 
 class Placement:
-    """Place the processes of one run. `cluster` is its `engines.cluster.Cluster`, which imports this module. Not
-    thread-safe."""
+    """Place the processes of one run. `cluster` is its `Cluster`, whose module imports this one. Not thread-safe."""
 
     def __init__(self, cluster: Any, options: PlacementOptions) -> None:
         self._cluster = cluster
@@ -239,8 +236,8 @@ class Placement:
             reserved += size
 
     def _adopt_or_remove_groups(self, sizes: list[int]) -> None:
-        """Reuse the placement groups of earlier drivers of this run if they have these sizes; otherwise remove the
-        groups, which kills the processes in them."""
+        """Reuse the placement groups of earlier drivers if they have these sizes; otherwise remove them and their
+        processes."""
         table = self._cluster.call_ray(self._cluster.ray.util.placement_group_table).values()
         prefix = f"{self._cluster.namespace}-gpus-"
         names = sorted(
@@ -269,8 +266,7 @@ class Placement:
         return group
 
     def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
-        """Return the GPUs of a placement group with their current node and ids: Ray moves the placement group of a dead
-        node to another node."""
+        """Return a placement group's GPUs with their current node, to which Ray moved them if their node died."""
         entry = self._cluster.call_ray(self._cluster.ray.util.placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
             raise NodeLost(
@@ -283,7 +279,7 @@ class Placement:
 
     def _locate(self, group: Any, size: int) -> list[Gpu]:
         """Return the GPUs of a placement group of `size` bundles, ordered by their ids."""
-        probe = self._cluster.ray.remote(_assigned_node_and_gpu_ids)
+        probe = self._cluster.ray.remote(_assigned_node_and_gpu)
         calls = [
             probe.options(num_cpus=0, num_gpus=0.05, scheduling_strategy=self._strategy(group, index)).remote()
             for index in range(size)
@@ -303,8 +299,7 @@ class Placement:
         return self._cluster.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
 
 
-def _assigned_node_and_gpu_ids() -> tuple[str, str]:
-    """Return the node id and the GPU id that Ray assigned to this task."""
+def _assigned_node_and_gpu() -> tuple[str, str]:  # a Ray task
     import ray
 
     context = ray.get_runtime_context()

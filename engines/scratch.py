@@ -54,9 +54,22 @@ def own_temp_directory() -> Path:
         remove_if_abandoned(directory)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     _own = (directory, _lock_file(directory / LOCK, create=True), os.getpid())
-    keep_compile_caches()
+    # Compiled kernels are kept in ~/.cache/penstock: the compilers' default is TMPDIR, which is removed at exit, and
+    # every start would compile them again. Without a writable home directory the defaults remain.
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home directory
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+        caches.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(caches, os.W_OK):
+            for variable, name in COMPILE_CACHES.items():
+                os.environ.setdefault(variable, str(caches / name))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-    atexit.register(_remove_temp_directory_unless_kept, directory, os.getpid())
+    owner = os.getpid()
+
+    def remove_unless_kept() -> None:
+        if os.getpid() == owner and not (directory / KEPT).exists():  # a fork of the owner must not remove it
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove_unless_kept)
     return directory
 
 
@@ -81,18 +94,6 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def keep_compile_caches() -> None:
-    """Make the processes of this run keep compiled kernels in ~/.cache/penstock, in the variables of `COMPILE_CACHES`
-    that the user has not set: the compilers' default is TMPDIR, which is removed at exit, and every start would compile
-    them again. Without a writable home directory the defaults remain."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home directory
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(base, os.W_OK):
-            for variable, name in COMPILE_CACHES.items():
-                os.environ.setdefault(variable, str(base / name))
-
-
 def keep_temp_directory_at_exit() -> None:
     """Do not remove this process's temporary directory at exit; called after a failure, when the logs may be needed."""
     if _own is not None and _own[2] == os.getpid() and _own[0].is_dir():
@@ -105,9 +106,8 @@ def is_temp_directory_kept_at_exit() -> bool:
 
 
 def abandoned_temp_directories(base: Path | None = None, skip_kept_for_seconds: float = 0.0) -> list[Path]:
-    """Return this user's temporary directories below `base` (default: where `own_temp_directory` creates them) whose
-    owner process is dead. A directory for which `keep_temp_directory_at_exit` was called in the last
-    `skip_kept_for_seconds` is left out."""
+    """Return this user's temporary directories below `base` (default: `temp_base_directory`) whose owner process is
+    dead, except those kept after a failure (`keep_temp_directory_at_exit`) in the last `skip_kept_for_seconds`."""
     base = base or temp_base_directory()
     directories = []
     for directory in sorted(base.glob(f"{PREFIX}*")):
@@ -151,8 +151,3 @@ def _lock_file(path: Path, create: bool = False) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _remove_temp_directory_unless_kept(directory: Path, pid: int) -> None:
-    if pid == os.getpid() and not (directory / KEPT).exists():  # a fork of the owner must not remove it
-        shutil.rmtree(directory, ignore_errors=True)

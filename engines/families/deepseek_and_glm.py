@@ -67,8 +67,8 @@ def _read_latent_model(config: ConfigEntries, num_dense_layers: int) -> dict[str
 
 
 def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts:
-    """Return the MoE settings of a DeepSeek-style model: sigmoid scores with a frozen `e_score_correction_bias`, expert
-    groups and shared experts."""
+    """Return the MoE settings of a DeepSeek-style model: sigmoid scores with a frozen correction bias, expert
+    groups."""
     for name, needed in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
         if config[name] not in (None, needed):
             config.refuse(f"{name} {config[name]!r}", f"but Penstock supports only {needed!r} for this family")
@@ -155,13 +155,9 @@ _DEFAULTS = dict(
     num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-07, attention_bias=True,
 )  # fmt: skip
 GLM = Family(
-    name="glm",
-    architecture="GlmForCausalLM",
-    model_types=("glm",),
-    defaults=_DEFAULTS,
-    read=glm_shape_fields,
+    name="glm", architecture="GlmForCausalLM", model_types=("glm",), defaults=_DEFAULTS, read=glm_shape_fields,
     rows=glm_rows,
-)
+)  # fmt: skip
 GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
@@ -172,18 +168,7 @@ GLM4 = Family(
 )
 
 
-def glm4_moe_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of the config.json of GLM-4.5, 4.6 or 4.7."""
-    return {
-        "qkv_bias": bool(config["attention_bias"]),
-        "qk_layernorm": bool(config["use_qk_norm"]),
-        "rotary": rotary_from_config(config, fraction=0.5),
-        "experts": experts_from_config(config, config["first_k_dense_replace"] or 0),
-        "num_mtp_layers": config["num_nextn_predict_layers"] or 0,
-    }
-
-
-GLM4_MOE = Family(
+GLM4_MOE = Family(  # GLM-4.5, 4.6 and 4.7
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     model_types=("glm4_moe",),
@@ -193,6 +178,12 @@ GLM4_MOE = Family(
         moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128,
         routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True,
     ),
-    read=glm4_moe_shape_fields,
+    read=lambda config: {
+        "qkv_bias": bool(config["attention_bias"]),
+        "qk_layernorm": bool(config["use_qk_norm"]),
+        "rotary": rotary_from_config(config, fraction=0.5),
+        "experts": experts_from_config(config, config["first_k_dense_replace"] or 0),
+        "num_mtp_layers": config["num_nextn_predict_layers"] or 0,
+    },
     expert_entries=lambda num_dense, num_layers: {"first_k_dense_replace": num_dense},
 )  # fmt: skip

@@ -142,30 +142,8 @@ def check_not_hub_id(flag: str, path: str | Path) -> None:
         )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json."""
-    check_not_hub_id("--hf-checkpoint", path.parent)
-    if not path.exists():
-        check_not_gguf(path.parent)
-        raise ModelError(
-            f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
-            "tokenizer)"
-        )
-    check_model_files(path.parent)
-    try:
-        values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}): make it readable for this user") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({error}): download it again") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} contains a JSON {type(values).__name__} instead of an object: download it again")
-    return values
-
-
 def check_not_gguf(model: Path) -> None:
-    """Raise ModelError if `model`, which has no config.json or safetensors file, is a GGUF file or a directory with
-    one."""
+    """Raise ModelError if `model`, which has no config.json, is a GGUF file or a directory with one."""
     files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
     if files:
         raise ModelError(
@@ -175,18 +153,35 @@ def check_not_gguf(model: Path) -> None:
         )
 
 
-def check_model_files(directory: Path) -> None:
-    """Check that a model directory has no pipes or devices, whose reading might never end, and that its JSON files and
-    chat templates fit into memory."""
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json. Check before that the model's directory has no pipes or devices, whose
+    reading might never end, and that its JSON files and chat templates fit into memory."""
+    directory = path.parent
+    check_not_hub_id("--hf-checkpoint", directory)
+    if not path.exists():
+        check_not_gguf(directory)
+        raise ModelError(
+            f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
+            "tokenizer)"
+        )
+    for file in sorted(directory.iterdir()):
         try:
-            status = path.stat()
+            status = file.stat()
         except OSError:  # a broken link: reported where the file is read
             continue
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-            raise ModelError(f"{path} is a pipe or a device instead of a file: remove it from the model's directory")
-        if path.suffix in (".json", ".jinja") and status.st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} has {status.st_size} bytes, more than {MAX_JSON_BYTES}: download it again")
+            raise ModelError(f"{file} is a pipe or a device instead of a file: remove it from the model's directory")
+        if file.suffix in (".json", ".jinja") and status.st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{file} has {status.st_size} bytes, more than {MAX_JSON_BYTES}: download it again")
+    try:
+        values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}): make it readable for this user") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} contains a JSON {type(values).__name__} instead of an object: download it again")
+    return values
 
 
 class ConfigEntries:
@@ -326,8 +321,7 @@ def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
 
 
 def refuse_sliding_windows(config: ConfigEntries) -> None:
-    """Raise ModelError if a layer uses sliding-window attention. An entry `max_window_layers` that is at least the
-    number of layers disables it in all layers."""
+    """Raise ModelError if a layer uses sliding-window attention."""
     full = config["max_window_layers"] or 0  # number of first layers without a window; 0 if absent (Qwen3-MoE)
     if config["use_sliding_window"] and config["sliding_window"] is not None and config["num_hidden_layers"] > full:
         config.refuse(

@@ -24,32 +24,22 @@ from penstock.storage.preemption import time_limit
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: how its config.json is read, and the names of its tensors.
+    """A model family: how its config.json is read, and the names of its tensors."""
 
-    Args:
-        name: name of the family, stored with converted models.
-        architecture: the family's value in config.json's `architectures`.
-        model_types: values of config.json's `model_type` that only this architecture has.
-        defaults: values of entries that config.json does not have, equal to the defaults of transformers' config class.
-        read: returns the `ModelShape` fields that differ from those of a plain Llama, and calls `ConfigEntries.refuse`
-            for values that Penstock does not support.
-        rows: returns the tensor table of a shape: Megatron tensor names and their Hugging Face counterparts.
-        entry_types: types of config.json entries that only this family has.
-        expert_entries: function of the number of dense layers and of all layers that returns the config.json entries
-            which set these numbers. Used to check the logits of a few layers of a large MoE model; with None, only
-            the whole model can be checked.
-        stacked_experts: whether weight files have one transposed tensor for all experts of a layer
-            (`hf_headers.unstack_experts`). The tensor table has the experts one by one.
-    """
-
-    name: str
-    architecture: str
-    model_types: tuple[str, ...]
-    defaults: dict[str, Any]
+    name: str  # stored with converted models
+    architecture: str  # the family's value in config.json's `architectures`
+    model_types: tuple[str, ...]  # values of config.json's `model_type` that only this architecture has
+    defaults: dict[str, Any]  # of entries that config.json does not have, equal to those of transformers' config class
+    # Returns the `ModelShape` fields that differ from those of a plain Llama, and calls `ConfigEntries.refuse` for
+    # values that Penstock does not support.
     read: Callable[[ConfigEntries], dict[str, Any]]
-    rows: Callable[[ModelShape], list[TensorRow]] = decoder_rows
-    entry_types: dict[str, EntryType] = field(default_factory=dict)
+    rows: Callable[[ModelShape], list[TensorRow]] = decoder_rows  # returns the tensor table of a shape
+    entry_types: dict[str, EntryType] = field(default_factory=dict)  # of config.json entries that only this family has
+    # Function of the number of dense layers and of all layers that returns the config.json entries which set these
+    # numbers, to check the logits of a few layers of a large MoE model; with None, only the whole model can be checked.
     expert_entries: Callable[[int, int], dict[str, Any]] | None = None
+    # Whether weight files have one transposed tensor for all experts of a layer (`hf_headers.unstack_experts`). The
+    # tensor table has the experts one by one.
     stacked_experts: bool = False
 
 

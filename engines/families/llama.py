@@ -39,16 +39,11 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_types=("llama",),
     defaults=dict(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        max_position_embeddings=2048, rms_norm_eps=1e-6,
     ),
     read=llama_shape_fields,
-)
+)  # fmt: skip
 _QWEN = dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=32, max_position_embeddings=32768, rms_norm_eps=1e-6, max_window_layers=28, sliding_window=4096,

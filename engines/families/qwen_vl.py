@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.engines.families.entries import (
     FLAG,
+    LAYERS,
     MAX_LAYERS,
     ConfigEntries,
     EntryType,
@@ -29,11 +30,6 @@ from penstock.engines.families.llama import (
 from penstock.engines.families.shape import ModelShape, Rotary, Vision, VisionVariant
 from penstock.engines.families.tensor_rows import TensorRow, decoder_rows, renamed, vision_rows
 
-
-def _are_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
-
-
 # field of `Vision` -> entry of vision_config
 _FIELDS = dict(
     num_blocks="depth",
@@ -48,7 +44,7 @@ _FIELDS = dict(
 )
 _BLOCKS: EntryType = (
     "an ascending list of block numbers",
-    lambda value: _are_integers(value) and value == sorted(set(value)),
+    lambda value: LAYERS[1](value) and value == sorted(set(value)),
 )
 _VISION_TYPES: dict[str, EntryType] = {
     **dict.fromkeys((*_FIELDS.values(), "window_size", "num_position_embeddings"), integer_between(1)),
@@ -57,32 +53,20 @@ _VISION_TYPES: dict[str, EntryType] = {
 }
 _TYPES: dict[str, EntryType] = {
     "image_token_id": integer_between(0),
-    "mrope_section": ("a list of three integers", lambda value: _are_integers(value) and len(value) == 3),
+    "mrope_section": ("a list of three integers", lambda value: LAYERS[1](value) and len(value) == 3),
     "mrope_interleaved": FLAG,
 }
 _BOTH = dict(num_heads=16, in_channels=3, spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=3584)
 _VISION_DEFAULTS: dict[VisionVariant, dict[str, Any]] = {
-    "qwen2.5": _BOTH
-    | dict(
-        depth=32,
-        hidden_size=3584,
-        hidden_act="silu",
-        intermediate_size=3420,
-        patch_size=14,
-        window_size=112,
+    "qwen2.5": _BOTH | dict(
+        depth=32, hidden_size=3584, hidden_act="silu", intermediate_size=3420, patch_size=14, window_size=112,
         fullatt_block_indexes=[7, 15, 23, 31],
     ),
-    "qwen3": _BOTH
-    | dict(
-        depth=27,
-        hidden_size=1152,
-        hidden_act="gelu_pytorch_tanh",
-        intermediate_size=4304,
-        patch_size=16,
-        num_position_embeddings=2304,
-        deepstack_visual_indexes=[8, 16, 24],
+    "qwen3": _BOTH | dict(
+        depth=27, hidden_size=1152, hidden_act="gelu_pytorch_tanh", intermediate_size=4304, patch_size=16,
+        num_position_embeddings=2304, deepstack_visual_indexes=[8, 16, 24],
     ),
-}
+}  # fmt: skip
 
 
 def read_vision(config: ConfigEntries, variant: VisionVariant) -> Vision:
@@ -147,12 +131,6 @@ def read_mrope(config: ConfigEntries, theta: float, sections: list[int] | None, 
     return rotary.model_copy(update=dict(sections=tuple(sections), alternating_sections=alternating))
 
 
-def qwen2_5_vl_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a Qwen2.5-VL config.json."""
-    rotary = read_mrope(config, 1e6, None, alternating=False)
-    return qwen2_shape_fields(config) | dict(rotary=rotary, vision=read_vision(config, "qwen2.5"))
-
-
 def qwen3_vl_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     """Return the `ModelShape` fields of a Qwen3-VL config.json."""
     rotary = read_mrope(config, 5e5, [24, 20, 20], alternating=True)
@@ -166,11 +144,6 @@ def qwen3_vl_moe_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     return qwen3_moe_shape_fields(config) | qwen3_vl_shape_fields(config)
 
 
-def qwen2_5_vl_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a Qwen2.5-VL model, with the names of the hub's files."""
-    return [*decoder_rows(shape), *vision_rows(shape, "visual.")]
-
-
 def qwen3_vl_rows(shape: ModelShape) -> list[TensorRow]:
     """Return the tensor table of a Qwen3-VL model, dense or MoE."""
     return [*renamed(decoder_rows(shape), {"model.": "model.language_model."}), *vision_rows(shape, "model.visual.")]
@@ -181,23 +154,17 @@ QWEN2_5_VL = Family(
     name="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
     model_types=("qwen2_5_vl",),
-    defaults=_OUTER
-    | dict(
-        vocab_size=152064,
-        hidden_size=8192,
-        intermediate_size=29568,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
-        max_window_layers=80,
+    defaults=_OUTER | dict(
+        vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, max_window_layers=80,
         sliding_window=4096,
     ),
-    read=qwen2_5_vl_shape_fields,
-    rows=qwen2_5_vl_rows,
+    read=lambda config: qwen2_shape_fields(config) | dict(
+        rotary=read_mrope(config, 1e6, None, alternating=False), vision=read_vision(config, "qwen2.5")
+    ),
+    rows=lambda shape: [*decoder_rows(shape), *vision_rows(shape, "visual.")],  # the names of the hub's files
     entry_types=_TYPES,
-)
+)  # fmt: skip
 QWEN3_VL = Family(
     name="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
@@ -211,21 +178,13 @@ QWEN3_VL_MOE = Family(
     name="qwen3_vl_moe",
     architecture="Qwen3VLMoeForConditionalGeneration",
     model_types=("qwen3_vl_moe",),
-    defaults=QWEN3_MOE.defaults
-    | _OUTER
-    | dict(
-        intermediate_size=5632,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        max_position_embeddings=128000,
-        moe_intermediate_size=1408,
-        num_experts_per_tok=4,
-        num_experts=60,
-        norm_topk_prob=True,
+    defaults=QWEN3_MOE.defaults | _OUTER | dict(
+        intermediate_size=5632, num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=128000,
+        moe_intermediate_size=1408, num_experts_per_tok=4, num_experts=60, norm_topk_prob=True,
     ),
     read=qwen3_vl_moe_shape_fields,
     rows=qwen3_vl_rows,
     entry_types=_TYPES,
     expert_entries=QWEN3_MOE.expert_entries,
     stacked_experts=True,
-)
+)  # fmt: skip

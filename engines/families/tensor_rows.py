@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import ModelError
@@ -26,35 +26,24 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"  # M
 VISION = "vision."  # prefix of the names of the vision tower's tensors
 
 
-class Op(Protocol):
-    """Conversion between a Megatron tensor and the corresponding Hugging Face tensors. `name` is the Megatron tensor's
-    name, for error messages."""
+@dataclass(frozen=True)
+class Same:
+    """Op for a tensor that is the same in Megatron and Hugging Face; only the names differ. The other ops override both
+    methods. `name` is the Megatron tensor's name, for error messages."""
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Split a Megatron tensor into its Hugging Face tensors, in the order of `TensorRow.hf`."""
-
-    def join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Join Hugging Face tensors into the Megatron tensor; inverse of `split`."""
-
-
-@dataclass(frozen=True)
-class Same:
-    """Op for a tensor that is the same in Megatron and Hugging Face; only the names differ."""
-
-    def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         return [tensor]
 
     def join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """Join Hugging Face tensors into the Megatron tensor; inverse of `split`."""
         return tensors[0]
 
 
 @dataclass(frozen=True)
-class PaddedVocab:
-    """Op for an embedding or LM head. Megatron may append padding rows so that all tensor-parallel
-    ranks get equal shards; Hugging Face tensors have no padding.
-
-    `join` does not pad: Megatron's loader appends zero rows for the tensor-parallel size of the loading run.
-    """
+class PaddedVocab(Same):
+    """Op for an embedding or LM head. Megatron may append padding rows so that all tensor-parallel ranks get equal
+    shards; Hugging Face tensors have none. `join` does not pad, but Megatron's loader does, for the loading run."""
 
     vocab_size: int
 
@@ -68,7 +57,7 @@ class PaddedVocab:
 
 
 @dataclass(frozen=True)
-class GateUp:
+class GateUp(Same):
     """Op for SwiGLU's gate and up projections, which Megatron concatenates: all rows of gate, then all rows of up."""
 
     def split(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
@@ -84,12 +73,10 @@ class GateUp:
 
 
 @dataclass(frozen=True)
-class InterleavedQKV:
-    """Op for query, key and value projections, which Megatron interleaves by query group: for each group its query
-    heads, its key head and its value head.
-
-    This order gives each tensor-parallel rank whole groups. Applies to weights `[rows, hidden]` and biases `[rows]`.
-    """
+class InterleavedQKV(Same):
+    """Op for weights `[rows, hidden]` and biases `[rows]` of query, key and value projections, which Megatron
+    interleaves: for each query group its query heads, its key head and its value head, so that each tensor-parallel
+    rank gets whole groups."""
 
     num_query_groups: int
     heads_per_group: int
@@ -118,7 +105,7 @@ class TensorRow:
     """One row of a family's tensor table. Names may contain the placeholders `{layer}` and `{expert}`."""
 
     megatron: str
-    op: Op
+    op: Same
     hf: Mapping[str, tuple[int, ...]]  # Hugging Face name -> shape, in the order of `op.split`
     copies: tuple[str, ...] = ()  # Hugging Face names of duplicates in some checkpoints; never exported
     layers: range | None = None  # indices of the layers that have this tensor; None: outside of the layers
@@ -126,16 +113,13 @@ class TensorRow:
 
 
 class TensorLayout:
-    """The tensor names of one model in Megatron and Hugging Face format, and the conversion of tensors between the two.
-
-    Tensors are converted as a whole (unsharded); callers gather them from ranks or read them from files.
-    """
+    """The tensor names of a model in Megatron and Hugging Face format, and conversion of whole (unsharded) tensors."""
 
     def __init__(self, shape: ModelShape, rows: Sequence[TensorRow]) -> None:
         self.shape = shape
         self.hf_shapes: dict[str, tuple[int, ...]] = {}  # Hugging Face name -> shape, without duplicates
         self.copies: dict[str, str] = {}  # Hugging Face name of a duplicate (a tied head) -> name of the original
-        self._rows: dict[str, tuple[Op, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
+        self._rows: dict[str, tuple[Same, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
         for row in rows:
             assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
         outside = [row for row in rows if row.layers is None]
@@ -176,18 +160,15 @@ class TensorLayout:
         return list(self._rows)
 
     def is_untrained(self, hf_name: str) -> bool:
-        """Return whether a Hugging Face checkpoint may have this tensor although the Megatron model does not.
-
-        True for tensors of multi-token prediction layers (hub checkpoints number these layers after the last decoder
-        layer) and for RoPE inverse frequencies (stored by old checkpoints; computed from config.json). Any other name
-        that is neither in `hf_shapes` nor in `copies` belongs to a different model.
-        """
+        """Return whether a Hugging Face checkpoint may have this tensor although the Megatron model does not: tensors
+        of multi-token prediction layers, which follow the last decoder layer, and RoPE inverse frequencies, which old
+        checkpoints have."""
         if hf_name.endswith(".rotary_emb.inv_freq"):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
         return layer is not None and 0 <= int(layer[1]) - self.shape.num_layers < self.shape.num_mtp_layers
 
-    def _row(self, name: str) -> tuple[Op, tuple[str, ...]]:
+    def _row(self, name: str) -> tuple[Same, tuple[str, ...]]:
         if name not in self._rows:
             raise ModelError(f"{self.shape.family} models have no tensor {name!r}: use a checkpoint of this family")
         return self._rows[name]
@@ -206,17 +187,15 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the tensor table of a pre-norm decoder, dense or MoE, with grouped-query or latent attention and SwiGLU.
-    With latent attention the RoPE dimensions have the same order in both formats, because the Megatron model also
-    applies interleaved RoPE."""
+    """Return the tensor table of a pre-norm decoder. The RoPE dimensions of latent attention have the same order in
+    both formats, because the Megatron model also applies interleaved RoPE."""
     input_norm, mlp_norm = norm_rows(shape)
     attention = mla_rows(shape) if shape.latent else attention_rows(shape)
     return [*embedding_rows(shape), input_norm, *attention, mlp_norm, *mlp_rows(shape)]
 
 
 def embedding_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of the embedding, the final norm and the LM head. A
-    head that is tied to the embedding has no mapping of its own."""
+    """Return the rows of the embedding, the final norm and, unless it is tied to the embedding, the LM head."""
     vocab, size = PaddedVocab(shape.vocab_size), (shape.vocab_size, shape.hidden_size)
     head = "lm_head.weight"
     copies = (head,) if shape.tied_embeddings else ()  # Qwen3-0.6B on the hub stores the tied head too
@@ -228,7 +207,7 @@ def embedding_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def norm_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of the norms before attention and before the MLP."""
+    """Return the rows of the norms before attention and before the MLP."""
     size = (shape.hidden_size,)
     return [
         unconverted_layer_row(shape, "input_layernorm.weight", "input_layernorm.weight", size),
@@ -237,8 +216,7 @@ def norm_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def attention_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of grouped-query attention, including QKV biases and QK norms
-    if the model has them."""
+    """Return the rows of grouped-query attention, with QKV biases and QK norms if the model has them."""
     heads, groups, dim, hidden = shape.num_attention_heads, shape.num_query_groups, shape.head_dim, shape.hidden_size
     qkv, layers = InterleavedQKV(groups, heads // groups, dim), range(shape.num_layers)
     widths = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -261,8 +239,7 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def mla_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of multi-head latent attention, with a direct or a low-rank
-    projection of queries."""
+    """Return the rows of multi-head latent attention, with a direct or a low-rank projection of queries."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_attention_heads
     assert latent is not None, shape.family
     rank, q_rank, queries = latent.kv_lora_rank, latent.q_lora_rank, heads * shape.head_dim
@@ -288,8 +265,7 @@ def mla_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def mlp_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of the MLPs. In an MoE model the first
-    `shape.experts.num_dense_layers` layers are dense and all others have a router and experts."""
+    """Return the rows of the MLPs: dense ones in the first layers, and a router and experts in all others."""
     experts, dense = shape.experts, shape.experts.num_dense_layers if shape.experts else shape.num_layers
     rows = swiglu_rows(shape, "mlp.", shape.ffn_hidden_size, range(dense))
     if experts is None:
@@ -307,8 +283,8 @@ def mlp_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def swiglu_rows(shape: ModelShape, module: str, width: int, layers: range, num_experts: int = 0) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of a SwiGLU MLP with separate gate and up projections in
-    Hugging Face; if `num_experts` is positive, of that many expert MLPs. `module` is the MLP's name prefix ("mlp.")."""
+    """Return the rows of a SwiGLU MLP or, if `num_experts` is positive, of that many expert MLPs. `module` is the MLP's
+    name prefix ("mlp.")."""
     megatron, hf = MEGATRON + module, HF + module
     if num_experts:
         megatron, hf = megatron + "local_experts.{expert}.", hf + "{expert}."
@@ -321,13 +297,12 @@ def swiglu_rows(shape: ModelShape, module: str, width: int, layers: range, num_e
 
 
 def unconverted_layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple[int, ...]) -> TensorRow:
-    """Return the mapping of a tensor that every layer has and that is identical in Megatron and Hugging Face; only the
-    names (without the layer prefix: `megatron`, `hf`) differ."""
+    """Return the row of a tensor that every layer has and of which only the name (without the layer prefix) differs."""
     return TensorRow(MEGATRON + megatron, Same(), {HF + hf: size}, layers=range(shape.num_layers))
 
 
 def vision_rows(shape: ModelShape, prefix: str) -> list[TensorRow]:
-    """Return the mapping of the vision tower's tensors. `prefix`: beginning of their Hugging Face names."""
+    """Return the rows of the vision tower. `prefix`: beginning of their Hugging Face names."""
     assert shape.vision is not None, shape.family
     rows = [
         TensorRow(VISION + name, Same(), {prefix + name: size}) for name, size in shape.vision.tensor_shapes.items()

@@ -22,7 +22,7 @@ import importlib.util
 import marshal
 import sys
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,9 +42,8 @@ TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Fl
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Rewrite and compile a module of `megatron.core`, and cache the bytecode, which saves 2 s per process. The cache
-    file's name contains a hash of the module's source and of this file, so a change of either invalidates the
-    cache."""
+    """Rewrite and compile a module of `megatron.core`, and cache the bytecode, which saves 2 s per process, under a
+    name with a hash of the module's source and of this file."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -111,45 +110,18 @@ class CudaRewriter(ast.NodeTransformer):
     visit_JoinedStr = visit_arg  # nor is the text of f-strings (messages)
 
 
-_ignored = staticmethod(lambda *_, **__: None)
+def _ignored(*_: Any, **__: Any) -> None:
+    """Substitute for functions that wait or record: CPU operations run in order."""
 
 
-class _Event:
-    """Substitute for `torch.cuda.Event`: CPU operations run in order, so waiting is a no-op."""
-
-    record = wait = synchronize = _ignored
-
-
-class _Stream:
-    """Substitute for `torch.cuda.Stream`: CPU operations run in order, so waiting is a no-op."""
-
-    device = torch.device("cpu")
-    wait_stream = wait_event = synchronize = _ignored
-    record_event = staticmethod(lambda *_: _Event())
-
-
-_STREAM = _Stream()  # the only one, so all streams compare equal
-
-
-class _Nvtx:
-    """Substitute for `torch.cuda.nvtx` without profiler markers."""
-
-    range = staticmethod(lambda *_, **__: contextlib.nullcontext())
-    range_push = range_pop = _ignored
-
-
-class _Random:
-    """Substitute for `torch.cuda.random`, with the CPU's random number generator."""
-
-    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
-    set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
-
-
-class _Amp:
-    """Substitute for `torch.cuda.amp`."""
-
-    custom_fwd = staticmethod(torch.amp.custom_fwd)
-    custom_bwd = staticmethod(torch.amp.custom_bwd)
+_EVENT = SimpleNamespace(record=_ignored, wait=_ignored, synchronize=_ignored)
+_STREAM = SimpleNamespace(  # the only one, so all streams compare equal
+    device=torch.device("cpu"),
+    wait_stream=_ignored,
+    wait_event=_ignored,
+    synchronize=_ignored,
+    record_event=lambda *_: _EVENT,
+)
 
 
 class _Cuda:
@@ -158,15 +130,20 @@ class _Cuda:
     FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
     OutOfMemoryError = torch.cuda.OutOfMemoryError
     CUDAGraph = type("CUDAGraph", (), {})
-    nvtx, random, amp = _Nvtx, _Random, _Amp
-    Event = staticmethod(lambda *_, **__: _Event())
+    nvtx = SimpleNamespace(range=lambda *_, **__: contextlib.nullcontext(), range_push=_ignored, range_pop=_ignored)
+    random = SimpleNamespace(
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+    )
+    amp = SimpleNamespace(custom_fwd=torch.amp.custom_fwd, custom_bwd=torch.amp.custom_bwd)
+    Event = staticmethod(lambda *_, **__: _EVENT)
     Stream = current_stream = default_stream = staticmethod(lambda *_, **__: _STREAM)
     stream = staticmethod(lambda _=None: contextlib.nullcontext())
     default_generators = (torch.default_generator,)
     is_available = is_initialized = is_current_stream_capturing = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: torch.device("cpu"))
-    set_device = synchronize = empty_cache = _ignored
+    set_device = synchronize = empty_cache = staticmethod(_ignored)
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda *_, **__: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_, **__: torch.set_rng_state(state))

@@ -66,9 +66,8 @@ def frozen_parameters(
 
 
 def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) -> None:
-    """Raise OptionError if, because of the `frozen` parameters, a pipeline stage could lack an optimizer that other
-    stages have. Megatron has one optimizer for the experts and one for all other parameters; a stage in which all
-    parameters of one of them are frozen lacks that optimizer."""
+    """Raise OptionError if, because of the `frozen` parameters, a pipeline stage could lack one of Megatron's two
+    optimizers (for the experts, and for all other parameters) that other stages have."""
     if num_stages == 1 or not frozen:
         return
     names = [name for name in tensor_layout(shape).megatron_names() if not name.endswith("router.expert_bias")]
@@ -85,15 +84,14 @@ def check_frozen_layers(shape: ModelShape, frozen: set[str], num_stages: int) ->
 
 def _names_of(shape: ModelShape, name: str) -> list[str]:
     """Return the names of a parameter in Megatron's local layers and in TransformerEngine's."""
-    names = [name]
     if expert := EXPERT.search(name):
-        names.append(EXPERT.sub(rf".{expert[2]}.weight{expert[1]}", name))
+        return [name, EXPERT.sub(rf".{expert[2]}.weight{expert[1]}", name)]
     match = re.match(r"(decoder\.layers\.(\d+)\.)(.+)", name)
-    if match and (fused := FUSED_NORMS.get(match[3])):
-        is_fused = shape.latent is not None
-        if match[3] == "input_layernorm.weight":
-            is_fused = shape.latent is None
-        elif match[3] == "pre_mlp_layernorm.weight":
-            is_fused = shape.experts is None or int(match[2]) < shape.experts.num_dense_layers
-        names += [match[1] + fused] if is_fused else []
-    return names
+    if match is None or match[3] not in FUSED_NORMS:
+        return [name]
+    is_fused = shape.latent is not None
+    if match[3] == "input_layernorm.weight":
+        is_fused = shape.latent is None
+    elif match[3] == "pre_mlp_layernorm.weight":
+        is_fused = shape.experts is None or int(match[2]) < shape.experts.num_dense_layers
+    return [name, match[1] + FUSED_NORMS[match[3]]] if is_fused else [name]

@@ -44,8 +44,7 @@ def host_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return name -> xxh3-64 hash of the bytes of all tensors with this name, in the given order. Several names are
-    hashed at the same time, in threads."""
+    """Return name -> xxh3-64 hash of all tensors with this name, in the given order. Names are hashed in threads."""
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in tensors:
         groups.setdefault(name, []).append(tensor)

@@ -313,14 +313,6 @@ def adapter_state(chunks: list[PolicyModel]) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def load_adapter_state(chunks: list[PolicyModel], loaded: dict[str, Tensor]) -> None:
-    """Copy the tensors that were loaded into an `adapter_state` to the adapters."""
-    for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
-        for kind, param in adapter.named_parameters():
-            param.copy_(loaded[f"{adapter.names[0]}.{kind}"])
-
-
 def _sharded(chunk: PolicyModel, layer: str, kind: str, param: Any) -> ShardedTensor | ShardedTensorFactory:
     """Return an adapter's parameter with its position in the full tensor, as a checkpoint stores it. `layer`: global
     name of the layer; `kind`: "lora_A" or "lora_B"."""

@@ -79,8 +79,8 @@ class MegatronOptions(StageConfig):
 
     @property
     def rounding_modules(self) -> list[str] | None:
-        """Return the entries of --recompute-modules that change how sums are rounded, or None. A resumed run must have
-        the same entries."""
+        """Return the --recompute-modules that change how sums are rounded, which a resumed run must have too, or
+        None."""
         return [name for name in self.recompute_modules or () if name == ROUNDING_MODULE] or None
 
     def check(self) -> None:

@@ -162,8 +162,8 @@ class StreamImages:
 def place_images(
     images: PackedImages, stream: PackedStream, vision: Vision, tensor: int, tensor_rank: int
 ) -> StreamImages:
-    """Return the images of a micro-batch for the rank `tensor_rank` of `tensor` sequence-parallel ranks, over which the
-    rows of `stream` are split."""
+    """Return the images of a micro-batch for one of `tensor` sequence-parallel ranks, which share the rows of
+    `stream`."""
     grids, size = images.grid_thw.tolist(), len(stream.token_ids) // tensor
     spans = zip(images.starts.tolist(), map(vision.num_image_tokens, grids), strict=True)
     tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])  # ascending

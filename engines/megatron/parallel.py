@@ -40,11 +40,9 @@ def init_parallel(
     generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
 
     Args:
-        rank, world_size: index of this process, and number of processes.
         rendezvous: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`). For a `tcp://` URL rank 0 may instead
             pass the socket that listens at this address (from `listen_at`), because a socket created by torch would
             listen on all interfaces.
-        layout: parallel sizes; None: all are 1.
         threads: CPU threads of this process; on a CPU the results of fp32 sums depend on this number.
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.
@@ -122,8 +120,7 @@ BF16_PEAKS = {
 
 
 def peak_flops(dtype: str) -> float | None:
-    """Return the peak FLOP/s of this process's GPU; None on a CPU, for a dtype other than bf16, and for a GPU that is
-    not in BF16_PEAKS."""
+    """Return the peak FLOP/s of this process's GPU; None for other dtypes than bf16, and if it is not in BF16_PEAKS."""
     if dtype != "bf16" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

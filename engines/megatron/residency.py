@@ -10,7 +10,7 @@ On a CPU the same code runs with ordinary host memory, so its effects can be tes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 import psutil
 import torch
@@ -40,72 +40,70 @@ class DeviceMemory:
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory; the content of gradients is discarded. Return the duration and
         memory use of the move, or None if all these kinds were offloaded before."""
-        missing = [kind for kind in STATE_KINDS if kind in kinds and kind not in self._offloaded]
-        return self._move_and_measure("offload", missing, self._move_to_host)
+        moved = [kind for kind in STATE_KINDS if kind in kinds and kind not in self._offloaded]
+        if not moved:
+            return None
+        start, before = time.perf_counter(), device_and_host_bytes_used()
+        storages = {kind: [(storage, storage.nbytes()) for storage in self._storages(kind)] for kind in moved}
+        with on_stream(self._stream):
+            for kind in moved:
+                if kind != "gradients":
+                    for on_device, on_host in self._device_and_host_bytes(kind, storages[kind]):
+                        on_host.copy_(on_device, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        for storage, _ in (entry for entries in storages.values() for entry in entries):
+            storage.resize_(0)
+        self._offloaded |= storages
+        torch.cuda.empty_cache()
+        return self._describe_switch("offload", moved, start, before)
 
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
         use of the move, or None if none of these kinds was offloaded."""
-        offloaded = [kind for kind in STATE_KINDS if kind in kinds and kind in self._offloaded]
-        return self._move_and_measure("onload", offloaded, self._move_to_device)
+        moved = [kind for kind in STATE_KINDS if kind in kinds and kind in self._offloaded]
+        if not moved:
+            return None
+        start, before = time.perf_counter(), device_and_host_bytes_used()
+        storages = {kind: self._offloaded[kind] for kind in moved}
+        for storage, num_bytes in (entry for entries in storages.values() for entry in entries):
+            storage.resize_(num_bytes)
+        with on_stream(self._stream):
+            for kind in moved:
+                if kind == "gradients":
+                    for storage, _ in storages[kind]:
+                        _view_as_bytes(storage).zero_()
+                else:
+                    for on_device, on_host in self._device_and_host_bytes(kind, storages[kind]):
+                        on_device.copy_(on_host, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        for kind in moved:
+            del self._offloaded[kind]
+        return self._describe_switch("onload", moved, start, before)
 
     def require_on_device(self, *kinds: StateKind) -> None:
         """Check that these kinds of state are on the device."""
         missing = [kind for kind in kinds if kind in self._offloaded]
         assert not missing, f"{', '.join(missing)} of the {self._name} model are offloaded: call `onload` first"
 
-    def _move_and_measure(
-        self, action: str, kinds: list[StateKind], move: Callable[[list[StateKind]], None]
-    ) -> MemorySwitch | None:
-        if not kinds:
-            return None
-        start, (device_before, host_before) = time.perf_counter(), device_and_host_bytes_used()
-        move(kinds)
+    def _describe_switch(
+        self, action: str, kinds: list[StateKind], start: float, before: tuple[int, int]
+    ) -> MemorySwitch:
+        """Return the duration and memory use of a move that began at `start`, with `before` bytes in use."""
         seconds, (device_after, host_after) = time.perf_counter() - start, device_and_host_bytes_used()
         return MemorySwitch(
             name=f"{self._name}: {action} {', '.join(kinds)}",
             seconds=seconds,
-            device_bytes_before=device_before,
+            device_bytes_before=before[0],
             device_bytes_after=device_after,
-            host_bytes_before=host_before,
+            host_bytes_before=before[1],
             host_bytes_after=host_after,
         )
 
-    def _move_to_host(self, kinds: list[StateKind]) -> None:
-        moved = {kind: [(storage, storage.nbytes()) for storage in self._storages(kind)] for kind in kinds}
-        with on_stream(self._stream):
-            for kind in kinds:
-                if kind != "gradients":
-                    for on_device, on_host in self._device_and_host_bytes(kind, moved[kind]):
-                        on_host.copy_(on_device, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        for storages in moved.values():
-            for storage, _ in storages:
-                storage.resize_(0)
-        self._offloaded |= moved
-        torch.cuda.empty_cache()
-
-    def _move_to_device(self, kinds: list[StateKind]) -> None:
-        for kind in kinds:
-            for storage, num_bytes in self._offloaded[kind]:
-                storage.resize_(num_bytes)
-        with on_stream(self._stream):
-            for kind in kinds:
-                if kind == "gradients":
-                    for storage, _ in self._offloaded[kind]:
-                        _view_as_bytes(storage).zero_()
-                else:
-                    for on_device, on_host in self._device_and_host_bytes(kind, self._offloaded[kind]):
-                        on_device.copy_(on_host, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        for kind in kinds:
-            del self._offloaded[kind]
-
     def _storages(self, kind: StateKind) -> list[UntypedStorage]:
-        """Return the storages of a kind of state, each once, without empty storages and, for the optimizer, without
-        storages that hold model weights."""
+        """Return the nonempty storages of a kind of state, each once; the optimizer's without those of model
+        weights."""
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._buffers}
         if kind == "weights":
             tensors = [buffer.param_data for buffer in self._buffers] + self._frozen

@@ -36,8 +36,7 @@ Snapshot = list[Tensor]
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """Names, shape, dtype and pipeline rank of a full (unsharded) tensor; pipeline ranks exchange these before they
-    broadcast the data."""
+    """A full (unsharded) tensor, as pipeline ranks describe it to each other before they broadcast the data."""
 
     names: tuple[str, ...]  # global names: one, or for an expert's tensor one per expert-parallel rank
     shape: tuple[int, ...]  # shape of the full tensor, vocabulary padding included
@@ -52,15 +51,9 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         yield global_name(chunk, name), tensor
 
 
-def base_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, parameter) of this rank's weights in a pipeline chunk, without those of adapters."""
-    return ((name, param) for name, param in chunk.named_parameters() if not name.startswith("adapters."))
-
-
 def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
-    """Exclude the parameters with these global names from training: they get no gradient and no optimizer state, and
-    keep their bits. The experts of a layer must be frozen together. Call this before the chunks are wrapped in
-    DistributedDataParallel."""
+    """Exclude the parameters with these global names from training. The experts of a layer must be frozen together.
+    Call this before the chunks are wrapped in DistributedDataParallel."""
     for chunk in chunks if frozen else ():
         for name, param in chunk.named_parameters():
             if name == HEAD and chunk.share_embeddings_and_output_weights:
@@ -103,8 +96,7 @@ def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
 
 
 def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (global name of a layer, full A [parts * r, in], full B [out, r]) for every adapter of the model. Like
-    `gather_weights` this is a collective."""
+    """Yield (global layer name, full A [parts * r, in], full B [out, r]) of every adapter. A collective."""
     for chunk in chunks:
         local = dict(matrix for adapter in chunk.adapters for matrix in adapter.shards())
         waiting: dict[str, Tensor] = {}
@@ -171,11 +163,12 @@ def sharded_axis(tensor: Tensor) -> int | None:
 
 
 def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head. Stacked experts are
-    yielded one by one, under the names that they have without stacking, and a router's correction bias after its
-    weight."""
+    """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head: stacked experts one
+    by one, under their names without stacking, and a router's correction bias after its weight."""
     buffers = dict(chunk.named_buffers())
-    for name, param in base_parameters(chunk):
+    for name, param in chunk.named_parameters():
+        if name.startswith("adapters."):
+            continue
         if STACKED.search(name):
             weight: Any
             stacked_axis = sharded_axis(param)
@@ -191,8 +184,7 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -> str:
-    """Return the global name of a weight or layer with the local name `name` on the expert-parallel rank `expert_rank`
-    (None: this rank's)."""
+    """Return the global name of a weight or layer on the expert-parallel rank `expert_rank` (None: this rank's)."""
     if expert_rank is None:
         expert_rank = parallel_state.get_expert_model_parallel_rank()
     name = LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", name)
@@ -204,8 +196,7 @@ def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -
 
 def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     """Return the full tensors of which this rank has the shard `tensor`, by an all-gather over tensor- and
-    expert-parallel ranks: one tensor per name in `names` (`GlobalTensor.names`). For an expert's weight these are the
-    weights of the experts with the same local index on all expert-parallel ranks."""
+    expert-parallel ranks: one per name in `names` (`GlobalTensor.names`)."""
     full, axis, group = tensor.detach(), sharded_axis(tensor), sharding_group(names[0])
     if group.size() > 1 and axis is not None:
         shards = [torch.empty_like(full) for _ in range(group.size())]
@@ -223,12 +214,7 @@ def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
 
 def hash_weights(chunks: list[PolicyModel], of_adapters: bool = False) -> dict[str, str]:
     """Return the xxh3-64 hash of every weight shard of this rank, without adapters; with `of_adapters`, of adapter
-    matrices only.
-
-    Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
-    "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
-    unlikely.
-    """
+    matrices only. Keys are global names; that of a sharded weight ends with "@<tensor-parallel rank>/<size>"."""
     tensors = {}
     for chunk in chunks:
         matrices = (matrix for adapter in chunk.adapters for matrix in adapter.shards())
@@ -250,8 +236,7 @@ def copy_weights_to_host(chunks: list[PolicyModel]) -> Snapshot:
 
 @torch.no_grad()
 def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
-    """Exchange the values of this rank's weights with those of the snapshot `other`, in place. A second call with the
-    same snapshot restores both."""
+    """Exchange this rank's weights with the snapshot `other`, in place. A second call restores both."""
     for tensor, other_tensor in zip(_snapshot_tensors(chunks), other, strict=True):
         current = tensor.clone()
         tensor.copy_(other_tensor, non_blocking=True)
@@ -279,6 +264,6 @@ def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
     """Return this rank's weights (parameters and correction biases) in the order of the copies in a `Snapshot`."""
     tensors: list[Tensor] = []
     for chunk in chunks:
-        tensors += [param for _, param in base_parameters(chunk)]
+        tensors += [param for name, param in chunk.named_parameters() if not name.startswith("adapters.")]
         tensors += [buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
     return tensors

@@ -91,10 +91,8 @@ class EnginePool:
         """Make all engines serve the weights of policy version `version`, also after restarts inside the block. Yield a
         function that returns the addresses of the engines that currently serve this version.
 
-        On entry dead engines are restarted, and the weights are sent to every engine that serves another version.
-        Inside the block, engines that die or hang are restarted and get the same weights. Only one thread can be inside
-        such a block; a second caller waits. `publish` sends the weights to engines. It is called on entry from the
-        caller's thread, and inside the block from threads of the pool, one call at a time.
+        Only one thread can be inside such a block; a second caller waits. `publish` sends the weights to engines. It is
+        called on entry from the caller's thread, and inside the block from threads of the pool, one call at a time.
 
         On entry and by the yielded function, ClusterLost is raised if the local Ray died, and RuntimeError with the
         tail of the log if an engine died after `health.max_restarts` restarts, or could not start.
@@ -110,9 +108,8 @@ class EnginePool:
                 self._serving = None
 
     def update_while_serving(self, version: str, publish: Publish) -> None:
-        """Send the weights of policy version `version` to the engines while another thread is inside `serving`. Engines
-        that are restarted later in that block get this version, too. Requests in flight continue with the new
-        weights."""
+        """Send the weights of policy version `version` to the engines while another thread is inside `serving`, also
+        after later restarts. Requests in flight continue with the new weights."""
         supervisor = self._serving
         if supervisor is None:
             raise RuntimeError("weights cannot be sent to engines in use: the stage that used them has failed or ended")
@@ -143,12 +140,9 @@ class EnginePool:
         return {url: known[url].actors[0] for url in urls if url in known}
 
     def release_memory(self) -> None:
-        """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
-
-        Waits for engines that are starting, because a start needs GPU memory, too. Does nothing while a thread is
-        inside `serving`: its engines generate, and the caller needs the trainer only to send weights to a restarted
-        engine.
-        """
+        """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again. Waits for
+        engines that are starting, because a start needs GPU memory, too. Does nothing while a thread is inside
+        `serving`: its engines generate, and the caller needs the trainer only to send weights to a restarted engine."""
         if self._serving is not None:
             return
         with self._lock:

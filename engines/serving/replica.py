@@ -115,12 +115,9 @@ class RayReplica(Replica):
     The constructor starts the processes without waiting, or adopts the processes with this index that an earlier driver
     of the run has started on an external Ray cluster. If one of the processes dies, all of them are restarted.
 
-    Args:
-        cluster, spec, backend: as for `EnginePool`.
-        index: position in the pool; part of the actors' names.
-        place: returns GPUs and Ray options of each process, by node rank. Called before each start, because Ray may
-            move the processes to other GPUs when a node dies; may raise NodeLost.
-        owner: id of the `EnginePool`, which stops using a server that another pool takes over, and does not kill it.
+    `place` returns the placement of each process, by node rank. It is called before each start, because Ray may move
+    the processes to other GPUs when a node dies, and may raise NodeLost. `owner` is the id of the `EnginePool`, which
+    stops using a server that another pool takes over, and does not kill it.
     """
 
     def __init__(
@@ -156,8 +153,7 @@ class RayReplica(Replica):
             self.launch_server()
 
     def launch_server(self) -> None:
-        """Start a new server without waiting until it is ready. If its node has died, `wait_for_url` starts it as soon
-        as the node is back."""
+        """Start a new server without waiting. If its node has died, `wait_for_url` starts it when the node is back."""
         self.adopted = False
         try:
             self._slots = self._place()
@@ -229,21 +225,19 @@ class RayReplica(Replica):
 
     def alive(self) -> bool:
         try:
-            return bool(self.actors) and all(
-                self._call_actor("alive", self.owner, rank=r) for r in range(len(self.actors))
-            )
+            return bool(self.actors) and all(self._call_actors("alive", self.owner))
         except self.cluster.ray.exceptions.RayError:
             return False
 
     def place(self) -> ProcessPlace:
-        servers = self._server_infos()
+        servers: list[ServerInfo] = self._call_actors("info")
         gpu_ids = tuple(gpu for slot in self._slots for gpu in slot.gpu_ids)
         nodes = [info.node for info, slot in zip(servers, self._slots, strict=True) for _ in slot.gpu_ids or ("cpu",)]
         return ProcessPlace(servers[0].node, gpu_ids, servers[0].pid, tuple(nodes) if len(servers) > 1 else ())
 
     def exit_report(self) -> str:
         try:
-            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self.actors))]
+            reports: list[str] = self._call_actors("exit_report")
         except self.cluster.ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"{self.label} died because its Ray actor died; tail of {self._log}:\n{tail}"
@@ -288,7 +282,7 @@ class RayReplica(Replica):
                 return
             url = urls[0]
             # Ray may have run an actor on a node other than the planned one; the planned GPU ids are then wrong.
-            servers = self._server_infos()
+            servers: list[ServerInfo] = self._call_actors("info")
             at_slots = all(slot.node in ("", info.node) for slot, info in zip(self._slots, servers, strict=True))
             if url is not None and None not in urls and at_slots:
                 self._log = servers[0].log
@@ -307,14 +301,12 @@ class RayReplica(Replica):
         self.kill()
         self.launch_server()
 
-    def _server_infos(self) -> list[ServerInfo]:
-        """Return the information about each server process, by node rank."""
-        return [self._call_actor("info", rank=rank) for rank in range(len(self.actors))]
-
-    def _call_actor(self, method: str, *args: Any, rank: int = 0) -> Any:
-        """Call a method of the actor with a node rank and return its result."""
+    def _call_actors(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the actor of each node rank and return the results."""
         try:
-            return self.cluster.get(getattr(self.actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
+            return [
+                self.cluster.get(getattr(actor, method).remote(*args), timeout=CALL_TIMEOUT) for actor in self.actors
+            ]
         except self.cluster.ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
@@ -325,9 +317,8 @@ def actor_name(index: int, node_rank: int = 0, role: str = "engine") -> str:
 
 
 def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role: str = "engine") -> None:
-    """Kill the detached actors that remain on an external Ray cluster from an earlier driver of this run with more
-    engines or nodes: all actors of engines from number `index` on, and those of every engine with node rank `num_nodes`
-    or higher. Only actors of servers with this `ServerSpec.role` are killed."""
+    """Kill the detached actors of this `role` that an earlier driver with more engines or nodes left on an external Ray
+    cluster: of engines from number `index` on, and with node rank `num_nodes` or higher."""
     for engine in count():
         first = num_nodes if engine < index else 0
         names = (actor_name(engine, rank, role) for rank in count(first))

@@ -99,11 +99,10 @@ class ServerInfo(NamedTuple):
 
 
 class EngineServer(ABC):
-    """One inference server process on this machine. Subclasses define its command line and readiness check.
+    """One inference server process on this machine, of the engine at position `index` in the pool. Subclasses define
+    its command line and readiness check.
 
     Args:
-        spec: model and settings of the server.
-        index: position of the engine in the pool.
         gpu_ids: for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
         owner: id of the pool that supervises the server, until another pool adopts it.
         node_rank: position of this process among the `spec.num_nodes` processes of the engine. Requests go to the

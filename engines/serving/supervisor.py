@@ -87,9 +87,8 @@ class Supervisor:
             self._stopped.set()
 
     def update(self, version: str, publish: Publish) -> None:
-        """Send the weights of `version` to the live engines while they generate; engines that are restarted later get
-        this version, too. Raises ConnectionError if the update failed although all engines generate; the caller may
-        retry."""
+        """Send the weights of `version` to the live engines while they generate, and to engines restarted later. Raises
+        ConnectionError if it failed although all engines generate; the caller may retry."""
         with self._lock:
             self.version, self.publish = version, publish
             live = [replica for replica in self.replicas if replica.index in self._live]
@@ -110,7 +109,6 @@ class Supervisor:
         return list(self._live.values())
 
     def _set_live(self, live: dict[int, str]) -> None:
-        """Set the live engines (index in the pool -> address), and pass their addresses to the listener."""
         self._live = live
         self.listener(list(live.values()))
 

@@ -37,12 +37,8 @@ def call_server(
     with_key: bool = True,
 ) -> dict[str, Any]:
     """Send an HTTP request to a server and return the JSON object in the response; {} if it is not a JSON object.
-    The default method is POST with a body, otherwise GET. Without `with_key` the request has no API key.
-
-    Raises:
-        EngineGone: the server did not answer.
-        EngineRefused: the response has an error status.
-    """
+    The default method is POST with a body, otherwise GET. Raises EngineGone if the server did not answer, and
+    EngineRefused if the response has an error status."""
     request = urllib.request.Request(
         url + path,
         data=None if body is None else json.dumps(body).encode(),
@@ -86,11 +82,8 @@ def generates_tokens(url: str, timeout: float = 30) -> bool:
 
 
 def weight_version(url: str, timeout: float = 30) -> str:
-    """Return the weight version that the server reports with every response ("default" before any update).
-
-    It is read from `/model_info` (SGLang 0.5.15.post1 or later), because `/server_info` of 0.5.21 always has the
-    version that was set when the server started.
-    """
+    """Return the weight version that the server reports with every response ("default" before any update)."""
+    # `/server_info` of SGLang 0.5.21 always has the version that was set when the server started.
     return str(call_server(url, "/model_info", timeout=timeout)["weight_version"])
 
 

@@ -93,7 +93,7 @@ class SGLangRouter:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the router, restarting it up to `max_restarts` times, until `__exit__` is called. Runs in a thread."""
+        """Run the router in a thread, restarting it up to `max_restarts` times, until `__exit__` is called."""
         try:
             for num_restarts in range(self.max_restarts + 1):
                 reason = self._run_process_until_exit()
@@ -107,8 +107,7 @@ class SGLangRouter:
             self._failure = error  # raised by `address`
 
     def _run_process_until_exit(self) -> str:
-        """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
-        Return why it ended, with the tail of its log."""
+        """Run one router process until it dies, hangs or is stopped. Return why it ended, with the tail of its log."""
         port = reserve_free_port()
         # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
         # machine would find the port in use.

@@ -46,7 +46,7 @@ KEPT_ADAPTERS = 2  # number of the latest adapter directories that an update ove
 ABORT_SECONDS = 30.0  # time for an aborted broadcast to end; otherwise the trainer is restarted
 TIMEOUT = timedelta(minutes=5)  # time for all ranks to join the process group, and for one broadcast
 
-Call = Callable[[str, str, dict[str, Any]], None]  # (URL, route, JSON body)
+Call = Callable[[str, str, dict[str, Any]], object]  # (URL, route, JSON body)
 Routes = dict[str, EngineRoute]  # URL -> route
 
 
@@ -89,8 +89,8 @@ class WeightSender:
     def _update_through_shared_memory(
         self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
     ) -> None:
-        """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
-        in addition to the gathered tensors."""
+        """Let the servers copy bucket by bucket from the memory of the trainer ranks, which hold one bucket at a
+        time."""
         routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
         for route in routes.values():  # on every trainer rank: creating a group is collective
             if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:
@@ -203,7 +203,6 @@ class WeightSender:
                 self._written.remove(directory)
 
     def _leave_engine_group(self) -> None:
-        """Leave the process group with the servers, if there is one."""
         group, self._engine_group, self._members = self._engine_group, None, []
         if group is not None:
             group.close()
@@ -234,17 +233,15 @@ class EngineGroup:
             port = listener.getsockname()[1]
             store = serve_store(listener, world_size, TIMEOUT)
         joining, offset = [], 1
+        body = {"master_address": host, "master_port": port, "world_size": world_size, "backend": backend}
         for url, size in sizes.items():
-            body = {
-                "master_address": host,
-                "master_port": port,
-                "rank_offset": offset,
-                "world_size": world_size,
-                "group_name": GROUP_NAME,
-                "backend": backend,
-            }
-            joining.append(submit(call, url, "/init_weights_update_group", body))
+            own = body | {"rank_offset": offset, "group_name": GROUP_NAME}
+            joining.append(submit(call, url, "/init_weights_update_group", own))
             offset += size
+
+        def first_error() -> BaseException | None:
+            return next((error for call in joining if call.done() and (error := call.exception()) is not None), None)
+
         try:
             # torch has no public function for a group with ranks outside of the default group. The arguments are those
             # of SGLang's `init_custom_process_group`, because both sides must use the same keys of the store.
@@ -258,27 +255,22 @@ class EngineGroup:
                 timeout=TIMEOUT,
             )
         except RuntimeError as error:  # over gloo this waits for all ranks; a server that did not join is the cause
-            raise _error_of_a_call(joining) or error from None
+            raise first_error() or error from None
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         wait(joining)
-        if refusal := _error_of_a_call(joining):
+        if refusal := first_error():
             self.close()  # frees the group's name, for the next try
             raise refusal
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Start to send a byte tensor to all servers. Before, each server must have been sent the request to receive it
-        (`WeightUpdate.load_broadcast`); the tensor has arrived when all servers have answered these requests."""
+        """Start to send a byte tensor to all servers, after the requests to receive it
+        (`WeightUpdate.load_broadcast`). It has arrived when the servers have answered these requests."""
         dist.broadcast(flat, 0, group=self._group, async_op=True)  # the group keeps `flat` until it has been sent
 
     def close(self) -> None:
         """Leave the group, without waiting for servers that have died."""
         self._group.abort()
         dist.destroy_process_group(self._group)
-
-
-def _error_of_a_call(calls: list[Future[Any]]) -> BaseException | None:
-    """Return the error of the first call that has failed, or None."""
-    return next((error for call in calls if call.done() and (error := call.exception()) is not None), None)
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------

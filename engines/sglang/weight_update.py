@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,11 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
-
-    Tensors that must stay together (the FUSED ones, an fp8 weight and its scales) are in the same bucket. A group of
-    such tensors that is larger than `max_bytes` becomes a separate bucket.
-    """
+    """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data. A larger group
+    of tensors that must stay together (the FUSED ones, an fp8 weight and its scales) becomes a separate bucket."""
     bucket: list[NamedTensor] = []
     size = 0
     for group in _group_fused_tensors(named):
@@ -129,13 +126,9 @@ class FlatBucket:
         ]
 
     def serialize(self, *, by_uuid: bool = True) -> str:
-        """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
-
-        Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own. On CPU
-        torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts are
-        retried for SHARING_TIMEOUT seconds. `by_uuid`: identify the GPU by its UUID, because sender and server may
-        number their GPUs differently; otherwise by its number (older_release.py).
-        """
+        """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server:
+        unpickling a payload twice would corrupt the sender's reference counts. `by_uuid`: identify the GPU by its UUID,
+        because sender and server may number their GPUs differently; otherwise by its number (older_release.py)."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
         self._in_shared_memory = self.device.type == "cpu"
@@ -147,7 +140,7 @@ class FlatBucket:
         torch.multiprocessing.set_sharing_strategy("file_system")
         deadline = time.monotonic() + SHARING_TIMEOUT
         try:
-            while True:
+            while True:  # torch's manager has one second to answer, which a busy machine may exceed
                 try:
                     return base64.b64encode(pickler.dumps(content)).decode()
                 except RuntimeError as error:
@@ -229,9 +222,7 @@ class WeightUpdate:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._call_all(lambda url: self.post(url, "/end_weight_update", {}), self._in_session)
@@ -241,9 +232,8 @@ class WeightUpdate:
             self._resume_generation()
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
-        """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
-        `handles`: URL -> for each rank of the server, a pickled handle to the copy of the bucket that a trainer rank
-        has; servers without an entry read this rank's copy, `flat`."""
+        """Make every server copy a bucket from the trainer's memory. `handles`: URL -> for each rank of the server, a
+        pickled handle to a trainer rank's copy of the bucket; other servers read this rank's copy, `flat`."""
         self._begin_sessions()
         payloads = {
             url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]
@@ -269,9 +259,8 @@ class WeightUpdate:
         return [self.pool.submit(self.post, url, path, body | self._fields(url, path, last)) for url in self.urls]
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
-        """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
-        because these may never receive the bucket. If a server failed, raise its error instead of the error of the
-        broadcast that failed in consequence."""
+        """Wait until every server has loaded the bucket; after an error, at most 5 s for the other servers. If a server
+        failed, raise its error, not that of the broadcast that failed in consequence."""
         if wait(loading, return_when=FIRST_EXCEPTION).not_done:
             wait(loading, timeout=5)
         errors = [error for future in loading if future.done() and (error := future.exception()) is not None]
@@ -280,51 +269,37 @@ class WeightUpdate:
 
     def leave_group(self) -> None:
         """Make every server leave the process group of an earlier trainer, if it is in one."""
-
-        def leave(url: str) -> None:
-            try:
-                self.post(url, "/destroy_weights_update_group", {"group_name": GROUP_NAME})
-            except EngineRefused as error:
-                if "does not exist" not in str(error):
-                    raise
-
-        self._call_all(leave)
+        body = {"group_name": GROUP_NAME}
+        self._call_all(lambda url: self.post(url, "/destroy_weights_update_group", body, accepted="does not exist"))
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
         """Make every server load the weights of a Hugging Face directory (URL -> path that the server can read)."""
+        path = "/update_weights_from_disk"
         self._call_all(
-            lambda url: self.post(
-                url,
-                "/update_weights_from_disk",
-                {"model_path": directories[url], "flush_cache": self._flushes_prefix_cache(url, last=True)},
-            )
+            lambda url: self.post(url, path, {"model_path": directories[url], "flush_cache": url in self._flushed})
         )
 
-    def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
-        """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket does, and
-        only if there is a KV cache (a released one is empty) that no paused request uses."""
-        return last and url not in self._without_cache and self.in_flight != "in_place"
-
     def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
-        """Return the fields of a request to `path` that loads a bucket, but not into the draft layers of speculative
-        decoding."""
+        """Return the fields of a request that loads a bucket, but not into the draft layers of speculative decoding."""
         is_older = self.facts[url][0] < older_release.CURRENT
         only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
-        return {"load_format": "flattened_bucket", "flush_cache": self._flushes_prefix_cache(url, last), **only_target}
+        return {"load_format": "flattened_bucket", "flush_cache": last and url in self._flushed, **only_target}
 
     def _begin_sessions(self) -> None:
         def begin(url: str) -> None:
-            try:
-                self.post(url, "/begin_weight_update", {"selector": "target"})
-            except EngineRefused as error:
-                if "already open" not in str(error):
-                    raise
+            path, body = "/begin_weight_update", {"selector": "target"}
+            if not self.post(url, path, body, accepted="already open"):
                 self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
-                self.post(url, "/begin_weight_update", {"selector": "target"})
+                self.post(url, path, body)
 
         if not self._in_session:
             self._in_session = [url for url, (release, _) in self.facts.items() if release >= older_release.CURRENT]
             self._call_all(begin, self._in_session)
+
+    @property
+    def _flushed(self) -> list[str]:
+        """Return the servers whose prefix cache the last bucket flushes: with a KV cache unused by paused requests."""
+        return [] if self.in_flight == "in_place" else self._with_cache
 
     def _resume_generation(self) -> None:
         """Resume generation on all servers, also after a failed update. If a server cannot resume, only log it."""
@@ -348,11 +323,18 @@ class WeightUpdate:
         prefixes = dict.fromkeys(self._with_cache, prefix) | dict.fromkeys(self._without_cache, prefix_without_cache)
         self._call_all(lambda url: control.set_weight_version(url, f"{prefixes[url]}{self.version}"))
 
-    def post(self, url: str, path: str, body: dict[str, Any]) -> None:
-        """Send one HTTP request of the weight update to a server."""
-        answer = control.call_server(url, path, body, CALL_TIMEOUT)
-        if not answer.get("success", True):
-            raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
+    def post(self, url: str, path: str, body: dict[str, Any], accepted: str | None = None) -> bool:
+        """Send one HTTP request of the weight update to a server. Return False if the server refuses it with the text
+        `accepted`; any other refusal raises EngineRefused."""
+        try:
+            answer = control.call_server(url, path, body, CALL_TIMEOUT)
+            if not answer.get("success", True):
+                raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
+        except EngineRefused as error:
+            if accepted is None or accepted not in str(error):
+                raise
+            return False
+        return True
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""
@@ -395,9 +377,7 @@ class AdapterUpdate(WeightUpdate):
         loaded = self._call_all(control.loaded_adapters)
         return [url for url, names in zip(self.urls, loaded, strict=True) if self.adapter.name not in names]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._call_all(

@@ -56,8 +56,7 @@ class ProcessPlace:
 
 
 def shares_memory(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPlace]) -> bool:
-    """Return whether each engine can read the memory of trainer ranks: on a GPU, a trainer rank runs on each of the
-    engine's GPUs; on CPU, a trainer rank runs on the engine's node."""
+    """Return whether each engine can read the memory of trainer ranks (`memory_routes`)."""
     try:
         memory_routes(engines, ranks)
     except EngineError:
@@ -77,23 +76,18 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
     for index, (url, place) in enumerate(engines.items()):
         if place.gpu_ids:
             gpus = list(zip(place.rank_nodes, place.gpu_ids, strict=True))
-            missing = [gpu for node, gpu in gpus if (node, gpu) not in rank_on]
-            if missing:
-                raise EngineError(
-                    f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its GPU "
-                    f"{', '.join(missing)}; use --update-weight-transport nccl"
-                )
-            senders = tuple(rank_on[gpu] for gpu in gpus)
+            candidates = [[rank_on[gpu]] if gpu in rank_on else [] for gpu in gpus]
+            where = f"GPU {', '.join(gpu for (_, gpu), found in zip(gpus, candidates) if not found)}"
         else:
-            on_nodes = [
-                [rank for rank, other in enumerate(ranks) if node in ("", other.node)] for node in place.rank_nodes
-            ]
-            if not all(on_nodes):
-                raise EngineError(
-                    f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its "
-                    "node; use --update-weight-transport nccl"
-                )
-            senders = tuple(on_node[index % len(on_node)] for on_node in on_nodes)
+            candidates, where = [], "node"
+            for node in place.rank_nodes:
+                candidates.append([rank for rank, other in enumerate(ranks) if node in ("", other.node)])
+        if not all(candidates):
+            raise EngineError(
+                f"the weight transport 'tensor' cannot reach the engine at {url}: no trainer rank runs on its {where}; "
+                "use --update-weight-transport nccl"
+            )
+        senders = tuple(found[index % len(found)] for found in candidates)
         routes[url] = EngineRoute(senders, engine_process_id(place))
     return routes
 
@@ -106,9 +100,8 @@ def engine_process_id(place: ProcessPlace) -> str:
 def add_upload(
     transport: WeightTransport, engines: Mapping[str, ProcessPlace], trainer_node: str, upload: WeightUpload
 ) -> WeightTransport:
-    """Return `transport` with `upload` if its kind is "disk" and an engine does not run on the trainer's machine:
-    trainer rank 0, on `trainer_node`, writes a directory that only processes on its machine can read. Return
-    `transport` unchanged if the engines have no actors (external engines)."""
+    """Return `transport` with `upload` if its kind is "disk" and an engine runs on another machine than trainer rank 0,
+    which writes the directory, on `trainer_node`. External engines have no actors, so nothing changes for them."""
     on_one_machine = {place.node for place in engines.values()} == {trainer_node}
     if transport.kind != "disk" or on_one_machine or not upload.actors:
         return transport
@@ -124,8 +117,7 @@ def add_upload(
 @contextmanager
 def upload_weights(write: Callable[[Path], None], upload: WeightUpload) -> Iterator[Mapping[str, str]]:
     """Upload a directory and let the actor of every engine download it. Yield URL -> directory on the engine's machine.
-    All copies are removed after the block.
-    """
+    All copies are removed after the block."""
     options = dict(upload.store_options)
     store = Store(upload.store, options, probe=False)
     key = f"{upload.prefix}/weights-{uuid.uuid4().hex[:12]}"
@@ -172,8 +164,7 @@ def update_and_check(
     is_initial: bool,
 ) -> tuple[int, float]:
     """Send the trainer's weights to all engines of a client and check that every tensor arrived. `is_initial` says that
-    these are the weights of --hf-checkpoint. Then the checksums of engines that loaded --hf-checkpoint themselves
-    (version `INITIAL`) are compared, too.
+    these are the weights of --hf-checkpoint: those that an engine loaded itself (version `INITIAL`) must be equal.
 
     Return the number of compared tensors, over all ranks of all engines, and the seconds of the update itself. After a
     WeightMismatch the engines report no policy version, so the next update sends the weights again.

@@ -1,4 +1,4 @@
-"""Print what the installed SGLang computes for GPUs of several sizes, as JSON; started by `test_cuda_graphs.py`.
+"""Print what the installed SGLang computes for GPUs of several sizes, as JSON; started by `test_sglang_launch.py`.
 
 Each row: MiB of a GPU, GPUs of an engine, server flags, largest decode batch with a CUDA graph, and the MiB that SGLang
 reserves for graphs.

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.engines import local_gpus
-from penstock.engines.local_gpus import all_counters, energy_metric, read_counters, used_joules, visible_gpu_usage
+from penstock.engines.local_gpus import (
+    GpuReading,
+    all_counters,
+    energy_metric,
+    read_counters,
+    used_joules,
+    visible_gpu_usage,
+)
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
@@ -19,7 +26,7 @@ from penstock.storage.store import Store
 
 
 def test_counters_are_those_of_the_named_gpus_if_all_have_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_gpus, "_query_gpus", lambda query: [10.0, 20.0, None])
+    monkeypatch.setattr(local_gpus, "read_gpus", lambda: [GpuReading(joules=value) for value in (10.0, 20.0, None)])
     assert read_counters([("n", "1"), ("n", "0"), ("n", "1")], "n") == {"0": 10.0, "1": 20.0}
     for gpus in ([], [("other", "0")], [("n", "0"), ("n", "2")], [("n", "7")], [("n", "MIG-1")]):
         assert read_counters(gpus, "n") == {}, gpus
@@ -34,7 +41,7 @@ def test_energy_is_the_difference_of_two_readings_of_the_same_gpus() -> None:
 
 def test_energy_of_a_start_counts_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = [1000.0, 2000.0, 3000.0]
-    monkeypatch.setattr(local_gpus, "_query_gpus", lambda query: list(counters))
+    monkeypatch.setattr(local_gpus, "read_gpus", lambda: [GpuReading(joules=value) for value in counters])
     processes = Processes(
         ActiveRun(Store(str(tmp_path)), RunKeys("r"), Flow.TRAIN, parse_config(["--run", "r"])), print
     )

@@ -1,16 +1,20 @@
-"""The addresses at which processes listen, and which are never reachable without a key."""
+"""Addresses and ports: where processes listen, and that two runs never get the same port, also not after a kill."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from small_servers import JsonServer
 
 from penstock.engines import network
+from penstock.engines.network import is_free, reserve_free_port, reserve_ports
+from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import KEY_VARIABLE, ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.backend import LAUNCHER, SGLangServer
@@ -84,3 +88,129 @@ def test_requests_with_a_key_do_not_go_through_a_proxy(monkeypatch: pytest.Monke
     assert control.weight_version(engine.url) == "run/1" and proxied == []
     for server in (engine, proxy):
         server.die()
+
+
+CHOOSE = """
+import sys
+from penstock.engines.network import reserve_free_port
+print(*(reserve_free_port(20_400) for _ in range(60)), flush=True)
+sys.stdin.read()
+"""
+
+
+def chooser() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHOOSE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_parallel_runs_get_different_ports_and_a_killed_run_frees_its_own() -> None:
+    runs = [chooser() for _ in range(3)]
+    try:
+        chosen = [[int(word) for word in run.stdout.readline().split()] for run in runs if run.stdout]
+        everything = [port for ports in chosen for port in ports]
+        assert len(everything) == 180 == len(set(everything)), "without reservations 180 of 401 numbers collide"
+        assert not reserve_ports(chosen[0][:1])
+        runs[0].kill()
+        runs[0].wait()
+        assert reserve_ports(chosen[0][:1])
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+
+
+def test_a_chosen_port_can_be_bound_and_is_not_chosen_again() -> None:
+    port = reserve_free_port()
+    assert not reserve_ports([port])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        assert not is_free(port)
+
+
+def test_waiting_client_cannot_take_the_port_of_the_server_that_it_waits_for() -> None:
+    """A client connects to itself if the kernel gives it the port that it tries to reach."""
+    assert all(20_000 <= reserve_free_port() < int(network.OUTGOING_PORTS.read_text().split()[0]) for _ in range(50))
+    for _ in range(3):  # the reason: without a listener, this connection succeeds
+        with socket.socket() as client:
+            client.bind(("127.0.0.1", 0))
+            client.connect(client.getsockname())
+            assert not is_free(client.getsockname()[1])
+
+
+def test_a_port_whose_derived_port_is_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            free = other.getsockname()[1]
+        assert not reserve_ports([free, taken])
+        assert reserve_ports([free]), "a refused reservation reserves nothing"
+    assert not is_free(70_000)
+    monkeypatch.setattr(network, "is_free", lambda port, host: False)
+    with pytest.raises(RuntimeError, match="100 ports"):
+        reserve_free_port()
+
+
+RANK = """
+import sys, psutil, torch.distributed as dist
+from datetime import timedelta
+from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+from penstock.engines.network import listen_at
+rank, address = int(sys.argv[1]), sys.argv[2]
+listener = listen_at("127.0.0.1") if rank == 0 else None
+if listener is not None:
+    address = "tcp://127.0.0.1:%d" % listener.getsockname()[1]
+    print(address, flush=True)
+init_parallel(rank, 2, listener or address, timeout=timedelta(seconds=100), backend="gloo")
+dist.barrier()
+print(*sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}), flush=True)
+dist.barrier()
+shutdown_parallel()
+"""
+
+
+@pytest.mark.integration
+def test_the_rendezvous_listens_on_loopback_only() -> None:
+    def rank(number: int, address: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RANK, str(number), address]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=environment
+        )
+
+    ranks = [rank(0, "")]
+    try:
+        assert ranks[0].stdout is not None
+        ranks.append(rank(1, ranks[0].stdout.readline().strip()))
+        for process in ranks:
+            out, _ = process.communicate(timeout=200)
+            assert process.returncode == 0 and out.split() == ["127.0.0.1"]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.integration
+def test_an_engine_listens_on_loopback_only(engine_pool: EnginePool) -> None:
+    assert engine_pool.urls
+    server = psutil.Process(engine_pool.replicas[0].place().pid)
+    family = [server, *server.children(recursive=True)]
+    listening = {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections()
+        if connection.status == "LISTEN"
+    }
+    assert listening == {"127.0.0.1"}
+    mapped = {area.path for process in family for area in process.memory_maps()}
+    assert not any(path.startswith("/dev/shm/sglang_loads_") for path in mapped), (
+        "a killed engine would leave it behind"
+    )

@@ -1,15 +1,32 @@
-"""SGLang's flags: read from its source without importing it, checked, and turned into a command line its own parser
-understands."""
+"""SGLang's flags and sampling parameters: read from its source, checked, and turned into a command line."""
 
 from __future__ import annotations
 
+import ast
+import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
 
+from penstock.engines import sources
 from penstock.engines.sglang.older_release import to_current_flag
-from penstock.engines.sglang.passthrough import check_sglang_args, sglang_flags, to_command_line
-from penstock.storage.errors import EngineError
+from penstock.engines.sglang.passthrough import (
+    check_sampling,
+    check_sampling_seeds,
+    check_sglang_args,
+    find_biasing_params,
+    sampling_parameter_names,
+    sglang_flags,
+    to_command_line,
+)
+from penstock.engines.sources import parse_source
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
+from penstock.flows.runtime.resolve import resolve
+from penstock.storage.errors import EngineError, InputError
+from penstock.storage.store import Store
 
 DATACLASS = """
 class ServerArgs:
@@ -114,3 +131,109 @@ def test_flags_of_older_releases_are_translated() -> None:
     checked = check_sglang_args(given)
     assert checked == {"cuda_graph_bs_decode": [1, 2], "moe_a2a_backend": "deepep"}
     assert to_current_flag("cuda_graph_bs", 4, {"cuda_graph_bs"}) == ("cuda_graph_bs", 4)  # the release has it
+
+
+STORE = Store("memory://", probe=False)
+
+
+def test_sampling_names_of_the_installed_sglang() -> None:
+    assert {"min_p", "frequency_penalty", "logit_bias", "stop_regex", "ignore_eos"} <= sampling_parameter_names()
+    set_by_sglang = [name for name in sampling_parameter_names() if name.startswith(("stop_str", "is_"))]
+    assert not set_by_sglang
+
+
+def test_sampling_names_of_an_older_release(tmp_path: Path) -> None:
+    (tmp_path / "srt/sampling").mkdir(parents=True)
+    source = "class SamplingParams:\n    def __init__(self, max_new_tokens=128, min_p=0.0, *, n=1):\n        pass\n"
+    (tmp_path / "srt/sampling/sampling_params.py").write_text(source)
+    assert sampling_parameter_names(tmp_path) == {"max_new_tokens", "min_p", "n"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("min_pp", "min_p?"),
+        ("temperature", "--rollout-temperature"),
+        ("sampling_seed", "--rollout-sampling-seeds"),
+        ("logit_bias", "--use-router"),
+    ],
+)
+def test_unsuitable_parameters_are_refused(name: str, hint: str) -> None:
+    check_sampling({"min_p": 0.1, "ignore_eos": True}, routed=True)
+    check_sampling({"logit_bias": {"1": 1.0}}, routed=False)
+    with pytest.raises(EngineError, match=f"--rollout-sampling {name} .*{re.escape(hint)}"):
+        check_sampling({name: 1}, routed=True)
+
+
+def test_sampling_seeds_and_deterministic_engines_require_each_other() -> None:
+    check_sampling_seeds(True, {}, {"enable-deterministic-inference": True})
+    check_sampling_seeds(False, {"min_p": 0.1}, {})
+    with pytest.raises(EngineError, match=r"--sglang-enable-deterministic-inference .*--rollout-sampling-seeds"):
+        check_sampling_seeds(False, {}, {"enable-deterministic-inference": True})
+    with pytest.raises(EngineError, match=r"min_p=0.1 .*--rollout-sampling-seeds"):
+        check_sampling_seeds(True, {"min_p": 0.1}, {})
+
+
+def test_biased_sampling_lists_only_parameters_that_change_the_distribution() -> None:
+    assert find_biasing_params({"top_p": 1.0, "top_k": -1, "min_p": 0, "ignore_eos": True, "temperature": 0.5}) == []
+    assert find_biasing_params({"top_p": 0.9, "repetition_penalty": 1.1}) == ["top_p=0.9", "repetition_penalty=1.1"]
+
+
+def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input": f"{i}+1="}) + "\n" for i in range(32)))
+    words = ["--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model)]
+    words += ["--prompt-data", str(tmp_path / "rows.jsonl")]
+    words += ["--run", "r", "--rm-type", "random", "--num-rollout", "1"]
+    words += ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
+    for more, hint in (
+        (["--router-polcy", "random"], "--router-policy"),
+        (["--rollout-sampling", "minp=0.1"], "min_p"),
+        (["--rollout-external-engine-addrs", "here"], "host:port"),
+        (["--rollout-external-engine-addrs", "a:1", "b:2", "--sglang-log-level", "info"], "--sglang-log-level"),
+    ):
+        with pytest.raises(InputError, match=hint):
+            preflight(plan_of("train", parse_config([*words, *more])))
+    more = ["--router-policy", "cache_aware", "--router-cache-threshold", "0.5", "--rollout-top-p", "0.9"]
+    config = parse_config([*words, *more])
+    assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
+    preflight(plan_of("train", config))
+    [warning] = config_warnings(resolve("train", config, STORE))
+    assert warning.startswith("top_p=0.9: ") and not config_warnings(resolve("evaluate", config, STORE))
+    assert not config_warnings(resolve("train", parse_config(words), STORE))
+
+
+def test_threads_that_parse_at_the_same_time_do_not_fail() -> None:
+    text = Path(sources.__file__).read_text()
+    deep = "x = " + "(" * 60 + "1" + " + 1)" * 60 + "\n"
+    found: list[str] = []
+
+    def parse() -> None:
+        found.extend(ast.dump(parse_source(source)) for _ in range(150) for source in (text, deep))
+
+    threads = [threading.Thread(target=parse) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 * 150 * 2 and len(set(found)) == 2
+
+
+def test_a_transient_system_error_is_retried_and_a_lasting_one_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "RETRY_SECONDS", 0.0)
+    failures = [SystemError("AST constructor recursion depth mismatch")] * 3
+    original = ast.parse
+
+    def parse(*args: object) -> ast.Module:
+        if failures:
+            raise failures.pop()
+        return original(*args)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    assert isinstance(parse_source("x = 1"), ast.Module)
+    failures += [SystemError("always")] * sources.NUM_TRIES
+    with pytest.raises(SystemError, match="always"):
+        parse_source("x = 1")
+    with pytest.raises(SyntaxError):
+        parse_source("x =")

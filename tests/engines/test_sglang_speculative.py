@@ -133,7 +133,7 @@ def test_memory_of_the_draft_layer_is_counted() -> None:
 @pytest.mark.parametrize("release", [(0, 5, 15), (0, 5, 21)], ids=str)
 def test_broadcasts_replace_the_target_model_only(release: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     update, bodies = WeightUpdate(["url"], "run/1"), []
-    monkeypatch.setattr(update, "post", lambda url, path, body: bodies.append((path, body)))
+    monkeypatch.setattr(update, "post", lambda url, path, body, **_: bodies.append((path, body)) or True)
     update.facts = {"url": (release, 1)}
     update.wait_until_loaded(update.load_broadcast(FlatBucket([("weight", torch.zeros(4))]), last=True))
     selectors = [(path, body.get("selector")) for path, body in bodies]

@@ -45,8 +45,7 @@ LINEAR = re.compile(r"\.linear_\w+\.weight$")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A slice of a checkpoint tensor, and the slice of the model parameter that is stored in it. All tuples have one
-    entry per axis."""
+    """A slice of a checkpoint tensor, and the slice of the parameter stored in it. Tuples have one entry per axis."""
 
     key: str  # key of the checkpoint tensor
     offset: tuple[int, ...]  # start of the slice in the checkpoint tensor; stacking axes come first
@@ -112,28 +111,23 @@ class CheckpointLayout:
         return replace(self, slices=renamed)
 
     def adapt_to_stored_keys(self, stored_keys: Container[str]) -> CheckpointLayout:
-        """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
-        TransformerEngine, layers stacked or one tensor per layer. Slices whose tensor is not in the checkpoint stay
-        unchanged."""
+        """Return this layout with the keys in a checkpoint: those of Megatron's local modules or of TransformerEngine,
+        layers stacked or one tensor per layer. Slices whose tensor it lacks stay unchanged."""
         local_keys = {te: local for local, te in self.te_keys.items()}
-
-        def find_stored_slice(piece: ShardSlice) -> ShardSlice:
-            for key in (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key)):
-                if key is not None:
-                    named = replace(piece, key=key)
-                    for candidate in (named, named.toggle_layer_stacking(self.num_layers)):
-                        if candidate.key in stored_keys:
-                            return candidate
-            return piece
-
-        slices = {name: list(map(find_stored_slice, pieces)) for name, pieces in self.slices.items()}
+        slices: dict[str, list[ShardSlice]] = {}
+        for name, pieces in self.slices.items():
+            for piece in pieces:
+                keys = (piece.key, self.te_keys.get(piece.key), local_keys.get(piece.key))
+                candidates = []
+                for renamed in (replace(piece, key=key) for key in keys if key is not None):
+                    candidates += [renamed, renamed.toggle_layer_stacking(self.num_layers)]
+                stored = next((candidate for candidate in candidates if candidate.key in stored_keys), piece)
+                slices.setdefault(name, []).append(stored)
         return replace(self, slices=slices)
 
     def extra_state_keys(self, names: MegatronNames) -> list[str]:
-        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
-        may have extra state: with the keys of Megatron's local modules one per projection; with TransformerEngine's,
-        depending on the version, also one per norm and attention module. All of them are returned, because the loader
-        ignores superfluous objects."""
+        """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one per projection and,
+        in some versions of TransformerEngine, per norm and attention module. It ignores superfluous ones."""
         keys = set()
         for piece in self.all_slices():
             modules = []
@@ -192,9 +186,8 @@ def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
 
 
 def write_common_files(directory: Path, shape: ModelShape, iteration: int) -> None:
-    """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
-    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments,
-    whether layers are stacked, and the number of training iterations."""
+    """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint. The
+    latter has what training scripts and converters read: the model as Megatron-LM arguments, and the iteration."""
     common = {
         "args": argparse.Namespace(**training_args(shape)),
         "iteration": iteration,
@@ -207,8 +200,7 @@ def write_common_files(directory: Path, shape: ModelShape, iteration: int) -> No
 
 @contextmanager
 def _single_rank_process_groups() -> Iterator[None]:
-    """Initialize process groups of one rank, which Megatron needs to build a model. Existing process groups are
-    kept."""
+    """Initialize process groups of one rank, which Megatron needs to build a model, unless there are some."""
     if dist.is_initialized():
         yield
         return

@@ -103,9 +103,8 @@ def read_common(directory: str | Path) -> dict[str, Any]:
 
 
 def read_object(stream: IO[bytes], where: str | Path) -> Any:
-    """Return the object that `torch.save` wrote to a stream. It may consist of numbers, strings, containers and
-    tensors; objects of Megatron's and other known classes become `_StandIn`s, which only store their state. Messages
-    name the file or entry `where`."""
+    """Return the object that `torch.save` wrote to a stream: numbers, strings, containers and tensors. Objects of known
+    classes become `_StandIn`s. Messages name the file or entry `where`."""
     with _refusing_damaged(where):
         allowed: list[Any] = []
         names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]

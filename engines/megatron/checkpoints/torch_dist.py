@@ -41,7 +41,7 @@ from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_k
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
-from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
+from penstock.engines.megatron.lora_layers import adapter_state, reset_adapters
 from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
     OptimizerOffload,
@@ -139,15 +139,12 @@ class RankState:
     adapter_seed: int | None = None  # seed of the adapters' initial values; None: the model has no adapters
 
     def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
-        """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
-        directory, or each to its own. `step_state` has JSON values of the caller, which `load` returns; None: write
+        """Write a checkpoint with all state that the next training step depends on, and return file name -> xxh3-128
+        of this rank's `.distcp` files. `step_state` has JSON values of the caller, which `load` returns; None: write
         only the model weights.
 
-        The files of a rank are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last,
-        `metadata.json`. `load` needs the files of all ranks in one directory.
-
-        Returns:
-            file name -> xxh3-128 of this rank's `.distcp` files.
+        Ranks may write to one shared directory, or each to its own; `load` needs all files in one. The files of a rank
+        are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last, `metadata.json`.
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -158,7 +155,7 @@ class RankState:
                 "num_scheduled_steps": self.scheduler.num_steps,
                 "random_layout": self._describe_ranks_and_devices(),
                 "step_state": json.dumps(step_state),
-                "random": _sharded_rng_states(_rng_states()),
+                "random": ShardedObject("random", _rng_states(), (dist.get_world_size(),), (dist.get_rank(),)),
             }
         writer = PlainWriter()
         dist_checkpointing.save(state, str(directory), writer, content_metadata=_content_metadata())
@@ -176,12 +173,15 @@ class RankState:
         state = self._training_state(is_loading=True)
         same_layout = common["random_layout"] == self._describe_ranks_and_devices()
         if same_layout:
-            state["random"] = _sharded_rng_states(None)
-        loaded = _load_sharded(state, directory)
+            state["random"] = ShardedObject("random", None, (dist.get_world_size(),), (dist.get_rank(),))
+        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
         if self.adapter_seed is None:
             self._load_model(loaded)
         else:
-            load_adapter_state(self.chunks, loaded["adapters"])
+            with torch.no_grad():
+                for adapter in (adapter for chunk in self.chunks for adapter in chunk.adapters):
+                    for kind, param in adapter.named_parameters():
+                        param.copy_(loaded["adapters"][f"{adapter.names[0]}.{kind}"])
         load_moments_and_steps(self.optimizer, loaded["optimizer"])
         set_scheduler_to_step(self.scheduler, loaded["num_scheduled_steps"])
         if same_layout:  # RNG states are per rank; with dropout 0 no operation uses them
@@ -192,7 +192,7 @@ class RankState:
         return json.loads(loaded["step_state"])
 
     def load_weights(self, directory: str | Path) -> None:
-        """Load only the model weights of a converted model or training checkpoint; reset adapters, optimizer and
+        """Load only the weights of a converted model or training checkpoint; reset adapters, optimizer and
         scheduler."""
         _check_complete(directory)
         state, keys = self._model_state(), read_metadata(directory).state_dict_metadata
@@ -204,7 +204,7 @@ class RankState:
                 if isinstance(chunk, ValueModel) and chunk.post_process:
                     heads[key] = chunk.initial_head()
                     del state[key][HEAD]
-        loaded = _load_sharded(state, directory)
+        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
         for key, head in heads.items():
             loaded[key][HEAD] = head
         self._load_model(loaded)
@@ -215,13 +215,9 @@ class RankState:
         set_scheduler_to_step(self.scheduler, 0)
 
     def digest(self) -> dict[str, str]:
-        """Return hashes (xxh3-64) of this rank's training state except the model weights, keyed `name@rank/world_size`.
-        Not collective.
-
-        Hashed are this rank's shards of the fp32 weights, optimizer moments and step counts, and the RNG states; the
-        number of scheduled steps is returned as a number. Learning rates and other hyperparameters are excluded,
-        because they belong to the run's config.
-        """
+        """Return hashes (xxh3-64) of this rank's training state except the model weights, keyed `name@rank/world_size`:
+        its shards of the fp32 weights, optimizer moments and step counts, and the RNG states; and the number of
+        scheduled steps. Hyperparameters are excluded, because they belong to the run's config. Not collective."""
         tensors: list[tuple[str, torch.Tensor]] = []
         for inner in inner_optimizers(self.optimizer):
             offload: OptimizerOffload | None = getattr(inner, "offload", None)
@@ -272,8 +268,7 @@ class RankState:
             chunk.zero_vocab_padding()  # the checkpoint may have less vocabulary padding
 
     def _describe_ranks_and_devices(self) -> str:
-        """Return a description of ranks and devices. RNG states are restored only from a checkpoint with the same
-        description."""
+        """Describe ranks and devices. RNG states are restored only from a checkpoint with the same description."""
         return f"{dist.get_world_size()} ranks, {self.layout.model_dump_json()}, {device().type}"
 
 
@@ -286,10 +281,6 @@ def _check_complete(directory: str | Path) -> None:
         )
 
 
-def _load_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
-    return dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
-
-
 def _content_metadata() -> dict[str, Any]:
     return dict(
         distrib_optim_sharding_type="fully_reshardable",
@@ -298,10 +289,6 @@ def _content_metadata() -> dict[str, Any]:
         chained_optim_avoid_prefix=True,
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-
-
-def _sharded_rng_states(state: dict[str, Any] | None) -> ShardedObject:
-    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def _rng_states() -> dict[str, Any]:

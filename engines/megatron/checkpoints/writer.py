@@ -28,9 +28,8 @@ from penstock.storage.disk import map_in_threads, write_back
 
 
 class ParallelWriter(dcp.FileSystemWriter):
-    """torch's writer of a checkpoint directory, except that NUM_THREADS threads write and sync the files of this rank.
-    Weights and optimizer states are in separate files, so an export reads only weights. `hashes` maps the names of the
-    files to their xxh3-128 hashes."""
+    """torch's writer of a checkpoint directory, except that NUM_THREADS threads write and sync this rank's files.
+    Weights and optimizer states are in separate files. `hashes`: file name -> xxh3-128."""
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory)

@@ -126,9 +126,8 @@ def causal_attention(
 
 
 def divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values whose heads `ranks` ranks can share equally: each rank has the keys and values of
-    its query heads. Key heads are repeated where several ranks need them, and heads of zeros added where the number of
-    query heads is not divisible."""
+    """Return heads that `ranks` ranks can share equally, each with the keys and values of its query heads: key heads
+    are repeated where several ranks need them, and heads of zeros are added."""
     heads, groups = query.shape[1], key.shape[1]
     copies = math.lcm(groups, ranks) // groups
     if heads % (groups * copies):
@@ -144,13 +143,26 @@ def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float, causal: bool = True
 ) -> Tensor:
     """Return the output of attention for all tokens of the padded micro-batch. Only causal attention can have sequences
-    of different lengths in a bucket, or the kernel "fa4". [T, heads, value_dim]"""
+    of different lengths in a bucket, or the kernel "fa4" (FlashAttention-4). [T, heads, value_dim]"""
     if stream.kernel == "padded":
         assert stream.buckets is not None
         return bucketed_attention(query, key, value, stream.buckets, scale, causal)
-    if stream.kernel == "fa4":
-        return fa4_attention(query, key, value, stream, scale)
-    return varlen_attention(query, key, value, stream, scale, causal)
+    if stream.kernel == "torch":
+        return varlen_attention(query, key, value, stream, scale, causal)
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=stream.cu_seqlens,
+        cu_seqlens_k=stream.cu_seqlens,
+        max_seqlen_q=stream.max_seqlen,
+        max_seqlen_k=stream.max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )[0]
 
 
 def bucketed_attention(
@@ -195,29 +207,10 @@ class _CopyRows(torch.autograd.Function):
         return grad, None, None, None
 
 
-def fa4_attention(query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float) -> Tensor:
-    """Return the output of causal attention, computed by FlashAttention-4. [t, heads, value_dim]"""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=stream.cu_seqlens,
-        cu_seqlens_k=stream.cu_seqlens,
-        max_seqlen_q=stream.max_seqlen,
-        max_seqlen_k=stream.max_seqlen,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )[0]
-
-
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, stream: PackedStream | Segments, scale: float, causal: bool
 ) -> Tensor:
-    """Return the output of attention, computed by torch's variable-length flash attention kernel.
-    [t, heads, value_dim]"""
+    """Return the output of torch's variable-length flash attention kernel. [t, heads, value_dim]"""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
@@ -294,8 +287,7 @@ class MLASelfAttention(MegatronModule):
         )
 
     def _column_parallel(self, size: int, out: int) -> ColumnParallelLinear:
-        """Return a linear layer whose output rows are sharded over tensor-parallel ranks: each rank has the rows of its
-        attention heads."""
+        """Return a linear layer of which each tensor-parallel rank has the output rows of its attention heads."""
         config, init = self.config, self.config.init_method
         return ColumnParallelLinear(
             size, out, config=config, init_method=init, bias=False, gather_output=False, tp_group=self.tensor_group

@@ -248,8 +248,7 @@ class ValueModel(PolicyModel):
         return F.linear(hidden.float(), self.output_layer.weight.float())
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return Megatron's sharded state dict, with the value head named VALUE_HEAD; a load requires its exact
-        shape."""
+        """Return Megatron's sharded state dict, with the value head named VALUE_HEAD and its exact shape."""
         state = super().sharded_state_dict(*args, **kwargs)
         if self.post_process:
             state[HEAD].key, state[HEAD].allow_shape_mismatch = VALUE_HEAD, False

@@ -108,22 +108,21 @@ class GroupedExperts(MegatronModule):
         rank, ranks = self.tensor_group.rank(), self.tensor_group.size()
         replica = (0, 0, self.data_group.rank())
 
-        def sharded(key: str, weight: Tensor, expert: int, *part: int) -> ShardedTensor:
-            offsets = (*sharded_offsets, (axis, first_expert + expert, num_experts), part)
-            return ShardedTensor.from_rank_offsets(key, weight, *offsets, replica_id=replica, prepend_axis_num=axis + 1)
-
         @torch.no_grad()
-        def split_fc1(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
-            return [
-                sharded(key, part, expert, axis + 1, index * ranks + rank, 2 * ranks)
-                for expert, weight in enumerate(tensor)
-                for index, part in enumerate(weight.chunk(2))  # gate, up
-            ]
+        def split(num_parts: int, part_axis: int, key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
+            sharded = []
+            for expert, weight in enumerate(tensor, start=first_expert):
+                for index, part in enumerate(weight.chunk(num_parts)):
+                    place = (part_axis, index * ranks + rank, num_parts * ranks)
+                    offsets = (*sharded_offsets, (axis, expert, num_experts), place)
+                    sharded.append(
+                        ShardedTensor.from_rank_offsets(
+                            key, part, *offsets, replica_id=replica, prepend_axis_num=axis + 1
+                        )
+                    )
+            return sharded
 
-        @torch.no_grad()
-        def split_fc2(key: str, tensor: Tensor, *_: Any) -> list[ShardedTensor]:
-            return [sharded(key, weight, expert, axis + 2, rank, ranks) for expert, weight in enumerate(tensor)]
-
+        split_fc1, split_fc2 = partial(split, 2, axis + 1), partial(split, 1, axis + 2)  # fc1: gate, up
         key, fc1, fc2 = f"{prefix}experts.", self.linear_fc1.weight, self.linear_fc2.weight
         return {
             prefix + FC1: ShardedTensorFactory(

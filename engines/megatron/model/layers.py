@@ -132,8 +132,8 @@ def _norm_bias_dropout_add(norm: nn.Module, training: bool, fused: bool) -> Call
 
 
 class ExpertRouter(TopKRouter):
-    """An MoE router that selects experts as Hugging Face does, without load balancing: the score correction bias is
-    frozen, and no auxiliary loss is added."""
+    """An MoE router that selects experts as Hugging Face does: its correction bias is frozen, without auxiliary
+    loss."""
 
     def __init__(self, experts: Experts, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)

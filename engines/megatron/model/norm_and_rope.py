@@ -40,25 +40,20 @@ def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, T
     if positions.ndim == 1:
         angles = torch.outer(positions.float(), frequencies)
     else:
-        angles = positions.float()[mrope_axes(rotary)].T * frequencies
+        assert rotary.sections is not None, "three positions need M-RoPE"
+        # For each RoPE pair, which of a token's three positions rotates it: 0 time, 1 height, 2 width.
+        axes = [axis for axis, size in enumerate(rotary.sections) for _ in range(size)]
+        if rotary.alternating_sections:
+            axes = [pair % 3 if pair < 3 * rotary.sections[pair % 3] else 0 for pair in range(len(axes))]
+        angles = positions.float()[axes].T * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     factor = yarn_attention_factor(rotary.scaling) if isinstance(rotary.scaling, YarnScaling) else 1.0
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
 
 
-def mrope_axes(rotary: Rotary) -> list[int]:
-    """Return for each RoPE pair which of a token's three positions rotates it: 0 time, 1 height, 2 width. [dim / 2]"""
-    assert rotary.sections is not None, "three positions need M-RoPE"
-    sections, count = rotary.sections, sum(rotary.sections)
-    if rotary.alternating_sections:
-        return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(count)]
-    return [axis for axis, size in enumerate(sections) for _ in range(size)]
-
-
 def rope_frequencies(rotary: Rotary, dim: int, device: torch.device | None = None) -> Tensor:
-    """Return the RoPE inverse frequencies (radians per position, one per pair of dimensions), after scaling: low
-    frequencies are divided by the scaling factor, high ones are kept, and those in between are interpolated. [dim
-    / 2]"""
+    """Return the inverse frequencies (radians per position) of the RoPE pairs: scaling divides low ones by its factor,
+    keeps high ones, and interpolates between them. [dim / 2]"""
     plain = 1.0 / (rotary.base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
     scaling = rotary.scaling
     if isinstance(scaling, Llama3Scaling):
@@ -82,11 +77,8 @@ def rope_frequencies(rotary: Rotary, dim: int, device: torch.device | None = Non
 
 
 def yarn_attention_factor(scaling: YarnScaling) -> float:
-    """Return YaRN's attention factor, by which queries and keys are multiplied together with RoPE.
-
-    With `mscale` and `mscale_all_dim` (DeepSeek) it is the quotient of the two magnitude scalings; otherwise it depends
-    only on the scaling factor.
-    """
+    """Return YaRN's attention factor, by which queries and keys are multiplied together with RoPE: with `mscale` and
+    `mscale_all_dim` (DeepSeek) the quotient of the two magnitude scalings, otherwise that of the scaling factor."""
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
     return _mscale(scaling.factor, 1.0)

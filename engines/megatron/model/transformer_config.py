@@ -81,9 +81,8 @@ def transformer_config(
     dtype: str = "fp32",
     overrides: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's `TransformerConfig` of a model. `overrides` are Megatron options, which replace Penstock's
-    defaults but not the values that the checkpoint or the parallel layout determines; options that are not fields of
-    `TransformerConfig` are ignored."""
+    """Return Megatron's `TransformerConfig` of a model. `overrides` replace Penstock's defaults, but not the values
+    that the checkpoint or the layout determines; options that are not its fields are ignored."""
     layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
@@ -121,9 +120,8 @@ def transformer_config(
 
 
 def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
-    """Return whether grouped GEMMs compute a model's experts. The options --moe-grouped-gemm and --moe-permute-fusion
-    decide this; without them grouped GEMMs are used on GPUs on which the kernels were tested. Raises OptionError if the
-    options need what the model or the GPU does not have."""
+    """Return whether grouped GEMMs compute the experts: as options decide, otherwise on GPUs on which the kernels were
+    tested. Raises OptionError if an option needs what the model or the GPU does not have."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
     is_grouped = has_grouped_experts(shape, overrides, has_kernel and not unaligned_row(shape, expert_tensor, size))
     if is_grouped:
@@ -192,8 +190,7 @@ def model_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def training_args(shape: ModelShape) -> dict[str, Any]:
-    """Return the arguments that a Megatron-LM training script for this model on one rank would store in its
-    checkpoints."""
+    """Return the arguments that a Megatron-LM training script on one rank would store in its checkpoints."""
     options = model_options(shape)
     return {
         **options,
@@ -257,12 +254,9 @@ def _moe_options(shape: ModelShape) -> dict[str, Any]:
 
 
 def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) -> AttentionKernel:
-    """Return the kernel that the value `backend` of `--attention-backend` means on this machine.
-
-    "auto", "flash", "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of
-    the heads, else "torch"; without a GPU or in fp32 "padded". "unfused" and "local": "padded". "torch" and "fa4" name
-    a kernel.
-    """
+    """Return the kernel that the value `backend` of `--attention-backend` means on this machine. "auto", "flash",
+    "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of the heads, else
+    "torch"; without a GPU or in fp32 "padded"."""
     if backend in ("unfused", "local"):
         return "padded"
     kernel = torch_attention_kernel(dtype)

@@ -1,9 +1,9 @@
-"""Servers whose port another process has: with a fixed port one error that names the flag, within seconds; otherwise
-another port. The server of these tests binds late and survives a failure to bind, as SGLang does."""
+"""The process of an engine's server: its environment, a port that another process has, adoption, and its death."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +18,72 @@ from penstock.engines.serving import server as server_module
 from penstock.engines.serving.server import EngineServer, ServerSpec
 from penstock.engines.sglang.backend import SGLangServer
 from penstock.storage.errors import EngineError
+
+PRINT = "import os; print(*(f'{name}={value}' for name, value in os.environ.items()), sep='\\n', flush=True)"
+
+
+class PrintingServer(SGLangServer):
+    """Prints its environment into its log, and ends."""
+
+    name = "printing"
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", PRINT]
+
+    def is_ready(self) -> bool:
+        return False
+
+
+def inherited(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **spec: dict[str, str]) -> bool:
+    monkeypatch.setenv(name, "12345-of-the-run")
+    server = PrintingServer(ServerSpec(model_path="model", log_dir=str(directory), **spec))
+    with pytest.raises(RuntimeError, match="failed to start"):
+        server.start()
+    [log] = directory.glob("*.log")
+    assert "PENSTOCK_SERVER_PARENT=" in log.read_text()
+    return f"\n{name}=12345-of-the-run" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DUMPER_SERVER_PORT",  # a port on all interfaces, or a route of the server
+        "DUMPER_ENABLE",
+        "DUMPER_SOURCE_PATCHER_CONFIG",  # changes SGLang's source
+        "DUMPER_GRAFTER_TRANSFORM_PATH",  # a function to call
+        "SGLANG_GRPC_PORT",  # a second server, without the key
+        "SGLANG_RUST_SERVER",  # another HTTP server
+        "SGLANG_PORT",
+        "SGLANG_TCP_STORE_PORT",
+        "SGLANG_BACKUP_PORT_BASE",
+        "SGLANG_HOST_IP",
+        "SGLANG_ZBAL_BOOTSTRAP_URL",
+        "SGLANG_TEST_SCRIPTED_RUNTIME",  # runs scripts in the scheduler
+        "SGLANG_TEST_SCRIPTED_RUNTIME_IPC_ADDR",
+        "SGLANG_TEST_SCRIPTED_RUNTIME_SYS_PATH_ENTRY",
+        "SGLANG_TEST_RETRACT",
+    ],
+)
+def test_variable_that_opens_a_port_or_runs_code_does_not_reach_an_engine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not inherited(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_HEALTH_CHECK_TIMEOUT",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE",
+        "SGLANG_WAIT_PORT_TIMEOUT",
+        "SGLANG_OPT_SKIP",
+        "NCCL_DEBUG",
+        "SSL_CERT_FILE",
+    ],
+)
+def test_other_variables_reach_an_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inherited(name, tmp_path, monkeypatch)
+
 
 # Binds as uvicorn does, when the file exists, and prints asyncio's message if the port is taken.
 PROGRAM = """
@@ -125,3 +191,41 @@ def test_sglang_that_cannot_bind_its_port_is_noticed(tiny_model: Path, tmp_path:
     with take_port_when_launched(server), pytest.raises(EngineError, match=f"--engine-port {spec.port}"):
         server.start()
     assert "bind on address" in next(tmp_path.glob("sglang-0-*.log")).read_text()
+
+
+SPEC = ServerSpec(model_path="/model")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SGLangServer]:
+    server = SGLangServer(SPEC, gpu_ids=("0",), owner="first")
+    server._log = tmp_path / "server.log"
+    server._log.write_text("".join(f"line {number}\n" for number in range(100)))
+    server._process = subprocess.Popen(["sleep", "60"])
+    yield server
+    server.stop()
+
+
+def test_a_server_with_an_equal_spec_is_adopted_and_refuses_its_first_owner(server: SGLangServer) -> None:
+    assert server.alive("first")
+    assert server.adopt("second", SPEC.digest(("0",))) == server.url()
+    assert server.alive("second") and server.alive()
+    with pytest.raises(RuntimeError, match="another driver"):
+        server.alive("first")
+
+
+def test_a_server_with_another_spec_is_not_adopted(server: SGLangServer) -> None:
+    others = [SPEC.model_copy(update=change) for change in ({"args": {"dtype": "float16"}}, {"model_path": "/other"})]
+    for digest in [SPEC.digest(("1",)), *(other.digest(("0",)) for other in others)]:
+        assert server.adopt("second", digest) is None
+
+
+def test_a_dead_server_is_not_adopted_and_reports_its_exit_code_and_log_tail(server: SGLangServer) -> None:
+    assert server._process is not None
+    server._process.kill()
+    server._process.wait()
+    assert server.adopt("second", SPEC.digest(("0",))) is None
+    report = server.exit_report()
+    assert (
+        "exit code -9" in report and report.endswith("line 99") and "line 74\n" not in report and "line 75\n" in report
+    )
