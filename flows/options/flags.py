@@ -59,14 +59,10 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
     """
     for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
-            if name not in penstock_flags() and not name.startswith(engine_prefixes()):
-                raise OptionError(describe_unknown_flag(name, STORE_FLAGS))
-            raise OptionError(
-                f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
-            )
-    values = parse_values(argv).get("run", {})
-    names = [name.removeprefix("--").replace("-", "_") for name in STORE_FLAGS]
-    return validate_config({"run": {name: values[name] for name in names if name in values}}).run
+            is_known = name in penstock_flags() or name.startswith(engine_prefixes())
+            problem = f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
+            raise OptionError(problem if is_known else describe_unknown_flag(name, STORE_FLAGS))
+    return store_options_from_values(parse_values(argv))
 
 
 def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Values:
@@ -81,13 +77,21 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     for name, args in occurrences:
         if name == "--config" and not any(args):
             raise OptionError("--config needs a value: the path of a TOML file or the name of a bundled recipe")
-    for path in [path for name, args in occurrences if name == "--config" for path in args]:
-        merge_values(values, read_toml(find_config_file(path)))
+        for path in args if name == "--config" else ():
+            merge_values(values, read_toml(find_config_file(path)))
     options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":
             apply_flag(values, name, args, options_set)
-    check_engine_flags(values, [name for name, _ in occurrences])
+    engine = values.get("rollout", {}).get("engine", DEFAULT)
+    for name, _ in occurrences:
+        program = name.removeprefix("--").partition("-")[0]
+        is_passed_on = name.startswith(engine_prefixes()) and name not in penstock_flags()
+        if is_passed_on and program not in ("router", engine):
+            raise OptionError(
+                f"{name} is an option of --engine {program}, but --engine is {engine}: omit {name}, or give --engine "
+                f"{program}"
+            )
     apply_custom_config(values)
     return values
 
@@ -240,11 +244,11 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
     """Set the option of one of Penstock's flags in `values`; the arguments are those of `apply_flag`."""
     section, key, field = penstock_flags()[name]
     target = create_section(values, section)
+    if section_model(field) and parse_value(name, bool, args):
+        create_section(target, key)
+        return
     if section_model(field):
-        if parse_value(name, bool, args):
-            create_section(target, key)
-        else:
-            target[key] = None
+        target[key] = None
         return
     if name != flag_of_field(key):
         log_once(name, f"means {flag_of_field(key)}")
@@ -270,20 +274,6 @@ def name_engine_option(flag: str) -> tuple[str, str]:
     For example `--ENGINE-log-level` sets `log_level` in `engine_options`."""
     program, _, key = flag.removeprefix("--").replace("-", "_").partition("_")
     return ("router" if program == "router" else "engine_options"), key
-
-
-def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
-    """Check that every flag with the prefix of an engine has the prefix of the engine that --engine selects. Raises
-    OptionError."""
-    engine = values.get("rollout", {}).get("engine", DEFAULT)
-    for flag in flags:
-        if flag.startswith(engine_prefixes()) and flag not in penstock_flags():
-            other = flag.removeprefix("--").partition("-")[0]
-            if other not in ("router", engine):
-                raise OptionError(
-                    f"{flag} is an option of --engine {other}, but --engine is {engine}: omit {flag}, or give --engine "
-                    f"{other}"
-                )
 
 
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
@@ -316,22 +306,18 @@ def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
         raise OptionError(f"{name} needs a value: give one after it")
     lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
     if lists:
-        return parse_list(name, typing.get_args(lists[0])[0], args)
+        item = typing.get_args(lists[0])[0]
+        if typing.get_origin(item) is not tuple:
+            return args
+        size = len(typing.get_args(item))  # NAME PATH pairs
+        if len(args) % size:
+            raise OptionError(f"{name} takes {size} values at a time (NAME PATH); found {short_repr(' '.join(args))}")
+        return [args[i : i + size] for i in range(0, len(args), size)]
     if _has_type(annotation, dict):
         return parse_dict(name, args)
     if len(args) > 1:
         raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")
     return None if args[0].lower() == "none" else args[0]
-
-
-def parse_list(name: str, item: Any, args: list[str]) -> list[Any]:
-    """Return the value of a list option: one item per argument, or per group of arguments if items are tuples."""
-    if typing.get_origin(item) is not tuple:
-        return list(args)
-    size = len(typing.get_args(item))  # NAME PATH pairs
-    if len(args) % size:
-        raise OptionError(f"{name} takes {size} values at a time (NAME PATH); found {short_repr(' '.join(args))}")
-    return [args[i : i + size] for i in range(0, len(args), size)]
 
 
 def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
@@ -344,12 +330,10 @@ def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
                 f"{name} takes a JSON object or key=value pairs; the JSON is malformed ({str(error)[:80]}): correct it"
             ) from None
         return value
-    pairs = [arg.partition("=") for arg in args]
-    if bad := [word for word, equals, _ in pairs if not equals]:
-        raise OptionError(f"{name} takes key=value pairs; found {short_repr(bad[0])}")
-    if any(not key for key, _, _ in pairs):
-        raise OptionError(f"{name} takes key=value pairs; found one without a key: {short_repr(' '.join(args))}")
-    return {key: parse_literal([value]) for key, _, value in pairs}
+    for arg in args:
+        if "=" not in arg[1:]:
+            raise OptionError(f"{name} takes key=value pairs; found {short_repr(arg)}")
+    return {key: parse_literal([value]) for key, _, value in (arg.partition("=") for arg in args)}
 
 
 def _union_members(annotation: Any) -> tuple[Any, ...]:
@@ -361,7 +345,7 @@ def _union_members(annotation: Any) -> tuple[Any, ...]:
 
 def _has_type(annotation: Any, kind: type) -> bool:
     """Return whether `kind`, or `kind[...]`, is the annotation or a member of its union."""
-    return any(option is kind or typing.get_origin(option) is kind for option in _union_members(annotation))
+    return any(member is kind or typing.get_origin(member) is kind for member in _union_members(annotation))
 
 
 def parse_literal(args: list[str]) -> Any:
