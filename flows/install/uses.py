@@ -78,10 +78,8 @@ class Use:
 def check_demo(targets: Targets) -> Use:
     """Check the packages and the memory, disk and shared memory for the demo."""
     use = Use("demo", f"{penstock_command()} demo", lacks=missing_packages("cuda" if has_cuda() else "cpu"))
-    memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
-    use.needs(memory >= 6 * GIB, f"{memory / GIB:.1f} GiB of memory free", "close programs: the demo needs up to 8 GiB")
-    use.needs(disk >= 2 * GIB, f"{disk / GIB:.1f} GiB of disk free here", "free 2 GiB, or change the directory")
-    use.needs(shared >= GIB // 2, f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=8g")
+    for what, free, needed, remedy in demo_resources():
+        use.needs(free >= needed, f"{what}: {free:.1f} GiB", remedy)
     return use
 
 
@@ -130,14 +128,18 @@ def check_s3(targets: Targets) -> Use:
     store = targets.store if targets.store is not None and targets.store.store.startswith("s3://") else None
     uri = store.store if store is not None else "s3://BUCKET/runs"
     use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=store is not None)
-    use.lacks += missing_packages_of_extra("s3")
+    if lines := missing_requirements(["s3"], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu"))):
+        use.lacks.append(Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with s3"))
     if store is not None and not use.lacks:
         try:
             open_store(store)
         except PenstockError as error:
             remedy = "check the bucket and the credentials; for other servers: --store-options endpoint_url=URL"
             use.lacks.append(Lack(str(error)[:200], remedy))
-    elif not has_credentials():
+    elif not (
+        any(os.environ.get(name) for name in CREDENTIALS)
+        or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
+    ):
         remedy = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...  # unless the machine has an IAM role"
         use.lacks.append(Lack("no credentials in the environment or ~/.aws", remedy))
     return use
@@ -181,21 +183,25 @@ def missing_packages(kind: str) -> list[Lack]:
     return [Lack("; ".join(lines[:2]) + more, f"{penstock_command()} setup --{kind}")]
 
 
-def missing_packages_of_extra(extra: str) -> list[Lack]:
-    """Return which packages of an extra of penstock-rl are missing, as one `Lack`; an empty list if none is."""
-    lines = missing_requirements([extra], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu")))
-    return [Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with {extra}")] if lines else []
+def demo_resources() -> list[tuple[str, float, float, str]]:
+    """Return the resources of this machine that the demo needs: (name, free GiB, needed GiB, what to do if less is
+    free)."""
+    memory, disk = psutil.virtual_memory().available / GIB, shutil.disk_usage(".").free / GIB
+    return [
+        ("free memory", memory, 6.0, "the demo needs up to 8 GiB: close programs"),
+        ("free disk here", disk, 2.0, "the demo needs about 1 GiB: delete files or change the directory"),
+        (
+            "shared memory",
+            shared_memory() / GIB,
+            0.5,
+            "Ray and weight publishing need /dev/shm: docker run --shm-size=8g",
+        ),
+    ]
 
 
 def shared_memory() -> int:
     """Return the free bytes of /dev/shm; 0 if it does not exist."""
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-
-
-def has_credentials() -> bool:
-    """Return whether AWS credentials are in the environment or in ~/.aws. IAM roles of the machine are not checked."""
-    named = any(os.environ.get(name) for name in CREDENTIALS)
-    return named or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
 
 
 def ray_problem(address: str) -> str:

@@ -25,7 +25,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(uses, "has_cuda", lambda: False)
     monkeypatch.setattr(uses, "missing_packages", lambda kind: [])
-    monkeypatch.setattr(uses, "missing_packages_of_extra", lambda extra: [])
+    monkeypatch.setattr(uses, "missing_requirements", lambda extras, source, pins: [])
     monkeypatch.setattr(uses, "shared_memory", lambda: 32 << 30)
 
 
