@@ -50,10 +50,14 @@ def main(argv: list[str]) -> int:
     if max_samples < 1:
         raise OptionError(f"--max-samples {max_samples} is not positive: give at least 1")
     output = Path(own.get("--output", f"{run}.html"))
+    is_report = output.is_file() and GENERATOR.encode() in output.read_bytes()[:1000]
     for wrong, message in (
         (output.is_dir(), " is a directory: give the name of a file in it"),
         (not output.absolute().parent.is_dir(), ": its directory does not exist: create it first"),
-        (is_other_file(output), " exists and is not a report of this command: move it, or give another file"),
+        (
+            output.exists() and not is_report,
+            " exists and is not a report of this command: move it, or give another file",
+        ),
     ):
         if wrong:
             raise OptionError(f"--output {short_repr(str(output))}{message}")
@@ -68,11 +72,6 @@ def main(argv: list[str]) -> int:
         temporary.unlink(missing_ok=True)
     print(f"{output}: {format_bytes(len(page))}, written in {time.monotonic() - start:.1f} s")
     return 0
-
-
-def is_other_file(path: Path) -> bool:
-    """Return whether something other than a report of this command exists at `path`."""
-    return path.exists() and not (path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000])
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:

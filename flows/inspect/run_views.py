@@ -237,8 +237,8 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
 
 
 def link_of_start(start: Start) -> str:
-    """Return a link to the Prefect page of a start of the run: on the server that it used or, if that server does not
-    answer, on another server of this user that has the flow run; "" if there is none."""
+    """Return a link to the Prefect page of a start, on the server that it used or another server of this user that has
+    the flow run; "" if no such server answers."""
     origin, _, flow_run = start.flow_run.rpartition("/runs/flow-run/")
     flow_run = flow_run if origin else start.flow_run
     own = [f"http://{HOST}:{port}" for port in ports_with_login()]
