@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,19 +99,21 @@ def main(argv: list[str]) -> int:
 
 def parse_request(run: str, own: dict[str, str]) -> Request:
     """Parse the command's own options (flag -> value). Raises OptionError."""
+    problem, status = "", own.get("--status")
     for a, b in (("--round", "--rounds"), ("--worst", "--best"), ("--eval", "--round"), ("--eval", "--rounds")):
         if a in own and b in own:
-            raise OptionError(f"{a} and {b} cannot be combined: give one of them")
+            problem = f"{a} and {b} cannot be combined: give one of them"
     if "--versions" in own and "--eval" not in own:
-        raise OptionError("--versions needs --eval DATA_SET; for samples of training give --rounds")
-    name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")
-    status = own.get("--status")
-    if status is not None and status not in list(Status):
-        raise OptionError(f"--status takes one of {', '.join(Status)}; found {short_repr(status)}")
+        problem = "--versions needs --eval DATA_SET; for samples of training give --rounds"
+    elif status is not None and status not in list(Status):
+        problem = f"--status takes one of {', '.join(Status)}; found {short_repr(status)}"
     try:
         pattern = re.compile(own.get("--grep", ""))
     except (re.error, RecursionError, OverflowError) as error:
-        raise OptionError(f"--grep is not a regular expression ({error}): correct it") from error
+        problem = f"--grep is not a regular expression ({error}): correct it"
+    if problem:
+        raise OptionError(problem)
+    name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")
     sign = 1 if "--worst" in own else -1 if "--best" in own else 0
     limit = parse_integer("--limit", own.get("--limit", "10"))
     numbers = tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None
@@ -216,8 +218,12 @@ def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> No
     if prompt.label:
         console.print(f"label: {prompt.label}", markup=False, style="dim")
     table = Table(*[f"{number_name} {number}" for number in columns], show_lines=True)
-    for row in range(max(map(len, columns.values()))):
-        table.add_row(*[format_cell(samples[row]) if row < len(samples) else "" for samples in columns.values()])
+    for row in zip_longest(*columns.values()):
+        cells = []
+        for sample in row:
+            reward = "" if sample is None or sample.reward is None else f"{sample.reward:.3f}, "
+            cells.append(f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}" if sample else "")
+        table.add_row(*cells)
     console.print(table)
 
 
@@ -233,11 +239,6 @@ def describe_sample(sample: Sample) -> str:
     if error := sample.metadata.get("error"):
         parts.append(escape(str(error)))
     return ", ".join(parts)
-
-
-def format_cell(sample: Sample) -> str:
-    reward = "" if sample.reward is None else f"{sample.reward:.3f}, "
-    return f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}"
 
 
 # ---- the arithmetic of a round ---------------------------------------------------------------------------------------
@@ -278,6 +279,7 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
     if others := [*(flag for flag in own if flag not in ("--explain", "--limit")), *(rest if is_file else ())]:
         raise OptionError(f"{others[0]} has no effect on the arithmetic of a round: leave it out")
     sample_id, limit = own.get("--explain", ""), parse_integer("--limit", own.get("--limit", "10"))
+    stored: StoredRound | None = None
     if is_file:
         stored = read_round_file(Path(positional[0]))
     else:
@@ -285,12 +287,11 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
         store = open_store(parse_store_options(rest, "samples"), probe=False)
         keys = keys_of_existing_run(store, run)
         stage, _, index = find_samples(store, keys, "sample_id", sample_id).rpartition("/")
-        if stage != f"{keys.prefix}/rollouts":
-            raise RunError(f"run {run!r} has no sample {short_repr(sample_id)} in its rounds: give the id of one")
-        stored = load_round(store, keys, int(index))
-    ids = stored.samples["sample_id"].to_pylist()
-    if sample_id and sample_id not in ids:
-        raise RunError(f"{positional[0]} has no sample {short_repr(sample_id)}: give the id of one of its {len(ids)}")
+        if stage == f"{keys.prefix}/rollouts":
+            stored = load_round(store, keys, int(index))
+    ids = stored.samples["sample_id"].to_pylist() if stored else []
+    if stored is None or (sample_id and sample_id not in ids):
+        raise RunError(f"{positional[0]} has no sample {short_repr(sample_id)} in its rounds: give the id of one")
     result = recompute(stored)
     if sample_id:
         print_explanation(stored, result, ids.index(sample_id), limit)
