@@ -269,7 +269,8 @@ class DemoProcess:
             driver = psutil.Process(self._process.pid)
             children = driver.children(recursive=True)
             victims = [child for child in children if TARGETS[target](command_line(child))]
-            victims = [driver] if target == "driver" else victims
+            if target == "driver":
+                victims = [driver]
             for victim in victims:
                 victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:  # the process has ended by itself

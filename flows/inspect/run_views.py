@@ -136,13 +136,12 @@ def print_run(store: Store, keys: RunKeys) -> None:
     drivers = describe_live_drivers(store, keys)
     num_rounds = int(latest_schedule_options(store, keys)["run.num_rollout"])
     num_done = sum(commit.kind == "step" for commit in commits)
+    state = "its starts were not recorded" if commits else "not started"
     if drivers:
         state = f"running: {drivers[0]}"
     elif starts:
         end = starts[-1][1]
         state = "its driver was killed" if end is None else end.outcome.lower()
-    else:
-        state = "its starts were not recorded" if commits else "not started"
     resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
     parent = record.parent
     rows: dict[str, str | Curve] = {

@@ -90,12 +90,12 @@ def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     runs: list[str] = []
     others: list[str] = []
     for name, values in split_flags(argv):
-        if name != "--run":
-            others += [name, *values]
-        elif values:
+        if name == "--run" and not values:
+            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
+        if name == "--run":
             runs += values
         else:
-            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
+            others += [name, *values]
     return runs, others
 
 
@@ -106,10 +106,9 @@ def read_sql(positional: Sequence[str], file: str | None) -> str | None:
     if file is None and not positional:
         return None
     try:
-        if file is not None:
-            sql = read_file(file).decode("utf-8")
-        else:
-            sql = sys.stdin.read() if positional[0] == "-" else positional[0]
+        sql = positional[0] if file is None else read_file(file).decode("utf-8")
+        if sql == "-" and file is None:
+            sql = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise OptionError(f"{file or 'standard input'} is not UTF-8 text: pass SQL encoded in UTF-8") from error
     if not sql.strip():

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import zoneinfo
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -165,12 +166,10 @@ def deploy_all(address: str) -> int:
 
 def deployment_exists(title: str) -> bool:
     """Return whether the deployment `flow/name` exists."""
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_deployment_by_name(title)
-        except ObjectNotFound:
-            return False
-    return True
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        client.read_deployment_by_name(title)
+        return True
+    return False
 
 
 def parse_schedule(own: dict[str, str]) -> Any:
@@ -203,11 +202,8 @@ def start_command(title: str, address: str) -> str:
 def ensure_pool(name: str) -> None:
     """Create a work pool of type process unless one of that name exists."""
     template = ProcessWorker.get_default_base_job_template()
-    with get_client(sync_client=True) as client:
-        try:
-            client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-        except ObjectAlreadyExists:
-            return
+    with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
 
 
 def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEOUT, name: str = AUTOMATION) -> None:
