@@ -183,14 +183,13 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             flags.append((name.replace("_", "-"), [value] if equals else []))
-        elif word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
-            raise OptionError(
-                f"{short_repr(word)} is not a flag: write it with two hyphens (ASCII 45) and a name, --name value"
-            )
-        elif flags:
-            flags[-1][1].append(word)
-        else:
-            raise OptionError(f"{short_repr(word)} is before the first flag: write options as --name value")
+            continue
+        problem = "" if flags else "is before the first flag: write options as --name value"
+        if word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
+            problem = "is not a flag: write it with two hyphens (ASCII 45) and a name, --name value"
+        if problem:
+            raise OptionError(f"{short_repr(word)} {problem}")
+        flags[-1][1].append(word)
     return flags
 
 
@@ -226,7 +225,7 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
             apply_flag(values, flag, words, options_set)
     elif name in own and " ".join([name, *args]) not in ACCEPTED:
         apply_own_flag(values, name, args, options_set)
-    elif positive in own and (section_model(own[positive][2]) or _has_type(own[positive][2].annotation, bool)):
+    elif positive in own and (section_model(own[positive][2]) or bool in member_types(own[positive][2].annotation)):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
         section, key, field = own[positive]
@@ -297,27 +296,26 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
     """Return the arguments of the flag `name` as a bool, list, dict, text or None, depending on the type of the option
     (`annotation`). Pydantic checks the value later and converts numbers."""
-    if _has_type(annotation, bool):
-        text = " ".join(args)
-        if args and text.lower() not in ("true", "false"):
-            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(text)}")
+    kinds, text, problem = member_types(annotation), " ".join(args), ""
+    [item] = typing.get_args(kinds.get(list)) or [None]
+    size = len(typing.get_args(item)) if typing.get_origin(item) is tuple else 1  # NAME PATH pairs
+    if bool in kinds and args and text.lower() not in ("true", "false"):
+        problem = f"is a switch and takes no value; found {short_repr(text)}"
+    elif bool not in kinds and not args:
+        problem = "needs a value: give one after it"
+    elif list in kinds and len(args) % size:
+        problem = f"takes {size} values at a time (NAME PATH); found {short_repr(text)}"
+    elif not kinds.keys() & {bool, list, dict} and len(args) > 1:
+        problem = f"takes one value; found {short_repr(text)}"
+    if problem:
+        raise OptionError(f"{name} {problem}")
+    if bool in kinds:
         return not args or text.lower() == "true"
-    if not args:
-        raise OptionError(f"{name} needs a value: give one after it")
-    lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
-    if lists:
-        item = typing.get_args(lists[0])[0]
-        if typing.get_origin(item) is not tuple:
-            return args
-        size = len(typing.get_args(item))  # NAME PATH pairs
-        if len(args) % size:
-            raise OptionError(f"{name} takes {size} values at a time (NAME PATH); found {short_repr(' '.join(args))}")
-        return [args[i : i + size] for i in range(0, len(args), size)]
-    if _has_type(annotation, dict):
+    if list in kinds:
+        return args if size == 1 else [args[i : i + size] for i in range(0, len(args), size)]
+    if dict in kinds:
         return parse_dict(name, args)
-    if len(args) > 1:
-        raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")
-    return None if args[0].lower() == "none" else args[0]
+    return None if text.lower() == "none" else text
 
 
 def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
@@ -336,16 +334,12 @@ def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
     return {key: parse_literal([value]) for key, _, value in (arg.partition("=") for arg in args)}
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union type; for any other type the type itself."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
-
-
-def _has_type(annotation: Any, kind: type) -> bool:
-    """Return whether `kind`, or `kind[...]`, is the annotation or a member of its union."""
-    return any(member is kind or typing.get_origin(member) is kind for member in _union_members(annotation))
+def member_types(annotation: Any) -> dict[Any, Any]:
+    """Return the members of a union type, or the type itself, by their class: `list[int] | None` -> {list: list[int],
+    NoneType: NoneType}."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    return {typing.get_origin(member) or member: member for member in members}
 
 
 def parse_literal(args: list[str]) -> Any:
