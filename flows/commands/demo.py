@@ -203,16 +203,8 @@ def make_demo_data(data: Path, seed: int) -> None:
 def recipe_config(
     part: str, directory: Path, model: Path, prompts: Path, seed: int, **more: dict[str, Any]
 ) -> PostTrainConfig:
-    """Return the config of a run of the demo.
-
-    Args:
-        part: "sft" or "grpo", the recipe.
-        directory: output directory of the demo.
-        model: directory of the initial model.
-        prompts: file of prompts or demonstrations.
-        seed: seed of the model, the data order and the prompt sampling.
-        more: section -> options that replace those of the recipe.
-    """
+    """Return the config of a run of the demo: the recipe `part` ("sft" or "grpo") with the directory of the initial
+    model, the file of prompts or demonstrations, and the options in `more`: section -> options."""
     values = read_toml(RECIPES / f"demo-{part}.toml")
     own: dict[str, dict[str, Any]] = {
         "run": {"run": f"demo-{part}-seed{seed}", "store": str(directory / "store")},

@@ -128,13 +128,10 @@ def main(argv: list[str]) -> int:
 def create_fork(
     store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool, num_reused: int = 0
 ) -> str:
-    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`. After a kill, the same call
-    finishes the fork. Return how many commits of each kind are shared, as text.
-
-    Args:
-        restart_data: the fork reads its prompt data from the first row again.
-        num_reused: number of further rounds that the fork trains on the parent's rollouts.
-    """
+    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`, and with `num_reused`
+    further rounds that it trains on the parent's rollouts. With `restart_data` it reads its prompt data from the first
+    row again. After a kill, the same call finishes the fork. Return how many commits of each kind are shared, as
+    text."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     # A fork at round 0 with other initial weights shares nothing: the parent's version 0 is another model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights

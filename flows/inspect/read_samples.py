@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -67,13 +67,13 @@ class Request:
     run: str
     data_set: str | None  # None: samples of training rounds
     numbers: tuple[int, ...] | None  # rounds, or policy versions of evaluations; None: not given
+    number_name: str  # what the numbers are: "round" or "version"
     prompt: str | None
-    choose: Callable[[list[Sample]], list[Sample]]  # applies --status, --grep, --worst, --best and --limit
+    status: str | None
+    pattern: re.Pattern[str]
+    sign: int  # 1: lowest rewards first, -1: highest rewards first, 0: in their order
+    limit: int
     as_json: bool
-
-    @property
-    def number_name(self) -> str:
-        return "round" if self.data_set is None else "version"
 
 
 def main(argv: list[str]) -> int:
@@ -117,13 +117,9 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
     sign = 1 if "--worst" in own else -1 if "--best" in own else 0
     limit = parse_integer("--limit", own.get("--limit", "10"))
     numbers = tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None
-
-    def choose(samples: list[Sample]) -> list[Sample]:
-        with_status = [sample for sample in samples if status in (None, sample.status)]
-        kept = [sample for sample in with_status if pattern.search(f"{sample.prompt}\n{sample.response}")]
-        return sorted(kept, key=lambda sample: sign * (sample.reward or 0.0))[:limit]
-
-    return Request(run, own.get("--eval"), numbers, own.get("--prompt"), choose, "--json" in own)
+    number_name = "version" if "--eval" in own else "round"
+    prompt, as_json = own.get("--prompt"), "--json" in own
+    return Request(run, own.get("--eval"), numbers, number_name, prompt, status, pattern, sign, limit, as_json)
 
 
 # ---- selecting -------------------------------------------------------------------------------------------------------
@@ -140,16 +136,21 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
     if request.prompt is not None:
         prompt = find_prompt(store, keys, request, rounds)
         rounds = {n: [sample for sample in samples if prompt_of(sample) == prompt] for n, samples in rounds.items()}
+    selected = {}
     try:
         with time_limit("the search"):
-            selected = {number: request.choose(samples) for number, samples in rounds.items()}
+            for number, samples in rounds.items():
+                matching = [s for s in samples if request.pattern.search(f"{s.prompt}\n{s.response}")]
+                matching = [s for s in matching if request.status in (None, s.status)]
+                if chosen := sorted(matching, key=lambda s: request.sign * (s.reward or 0.0))[: request.limit]:
+                    selected[number] = chosen
     except TimeoutError as error:
         raise OptionError(f"--grep: {error}; give a pattern without nested repetitions") from None
-    if not any(selected.values()):
+    if not selected:
         where = ", ".join(map(str, request.numbers or ())) or f"0 to {max(numbers, default=-1)}"
         place = f"{request.number_name}s {where}"
         raise RunError(f"run {keys.run!r} has no such sample in {place}: change --prompt, --status or --grep")
-    return {number: samples for number, samples in selected.items() if samples}
+    return selected
 
 
 def prompt_of(sample: Sample) -> tuple[int, int] | str:

@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
-    """Return the HTML of a run's report, with at most `max_samples` samples. Raises RunError if the run
-    does not exist."""
+    """Return the HTML of a run's report. Raises RunError if the run does not exist."""
     keys = RunKeys(run)
     record = read_run_record(store, keys)
     if record is None:

@@ -143,6 +143,7 @@ def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
 
 def write_rows(output_format: str, columns: Sequence[str], rows: Iterator[Row]) -> None:
     """Print a result in one of _FORMATS."""
+    objects = (_to_json(dict(zip(columns, row, strict=True))) for row in rows)
     if output_format == "table":
         write_table(columns, list(rows))
     elif output_format == "csv":
@@ -150,12 +151,10 @@ def write_rows(output_format: str, columns: Sequence[str], rows: Iterator[Row]) 
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([_to_text(value) for value in row] for row in rows)
+    elif output_format == "jsonl":
+        for each in objects:
+            print(each)
     else:
-        objects = (_to_json(dict(zip(columns, row, strict=True))) for row in rows)
-        if output_format == "jsonl":
-            for each in objects:
-                print(each)
-            return
         separator = "["
         for each in objects:
             print(separator, each, sep="\n", end="")

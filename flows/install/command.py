@@ -358,12 +358,9 @@ def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mappi
 
 
 def installation_problems(specifiers: Mapping[str, str], folder: Path | None = None) -> list[str]:
-    """Return one line for each package that is not installed as required, such as "ray: not installed".
-
-    Args:
-        specifiers: package -> required versions: ">=2.60,<3", or "" for any.
-        folder: where the packages are looked up; None: on the import path.
-    """
+    """Return one line for each package that is not installed as required, such as "ray: not installed". `specifiers`:
+    package -> required versions, ">=2.60,<3" or "" for any; `folder`: where they are looked up, by default on the
+    import path."""
     problems = []
     for name, specifier in specifiers.items():
         installed = find_distribution(name, folder)

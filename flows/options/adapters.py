@@ -23,13 +23,8 @@ if TYPE_CHECKING:
 
 def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: ParentRecord | None) -> EngineOptions:
     """Return the engine options with the LoRA adapters that the engines load; unchanged if they load none, for instance
-    because the engines get merged weights. Raises OptionError if --lora-publish adapter is not possible.
-
-    Args:
-        options: options of the engines.
-        config: config of the run.
-        parent: the run and round from which this run was forked; None if it is not a fork.
-    """
+    because the engines get merged weights. `parent` is the run and round from which this run was forked, None if it is
+    not a fork. Raises OptionError if --lora-publish adapter is not possible."""
     train, run = config.train, config.run
     if train.lora is None or train.lora.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
         return options

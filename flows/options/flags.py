@@ -66,12 +66,8 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
 
 
 def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Values:
-    """Return section -> option -> value from a command line and its `--config` files, not validated.
-
-    Args:
-        argv: the command line.
-        base_values: values that the files and flags update in place; default: an empty dict.
-    """
+    """Return section -> option -> value from a command line and its `--config` files, not validated. The files and
+    flags update `base_values` in place, if it is given."""
     values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
     for name, args in occurrences:

@@ -145,13 +145,8 @@ def search_help(command: str, word: str) -> str:
 
 
 def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str:
-    """Return the --help-all text of a command: its usage, and all options by section with their defaults.
-
-    Args:
-        command: name on the command line.
-        usage: text above the options.
-        may_change_only: list only the options that a resumed run may change.
-    """
+    """Return the --help-all text of a command: its usage, and all options by section with their defaults, or only those
+    that a resumed run may change (`may_change_only`)."""
     lines = [usage, "", "OPTIONS OF PENSTOCK, in a file below [section]"]
     section = ""
     for owner, name, field in list_options():

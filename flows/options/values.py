@@ -24,16 +24,9 @@ MAX_DEPTH = 32  # of nested lists and tables
 
 
 def check_value(name: str, value: Any, field: FieldInfo) -> None:
-    """Check the raw value of one option before pydantic validates and converts it.
-
-    Args:
-        name: flag of the option, for error messages.
-        value: raw value from a flag, a TOML file, the record of a run or the parameters of a Prefect flow run.
-        field: pydantic field of the option.
-
-    Raises:
-        OptionError: the value is a boolean for a number, not finite, beyond 64 bits, empty text or not valid text.
-    """
+    """Check the raw value of the option with the flag `name`, from whatever source, before pydantic validates and
+    converts it. Raises OptionError if it is a boolean for a number, not finite, beyond 64 bits, empty text or not valid
+    text."""
     kinds = leaf_types(field.annotation)
     takes_number, takes_text = bool(kinds & {int, float}), str in kinds
     problem = ""

@@ -147,16 +147,9 @@ def default_store() -> str:
 
 
 def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dict[str, int]) -> int:
-    """Start the services, print their links, and restart services that die, until Ctrl-C or SIGTERM.
-
-    Args:
-        prefect_port: of the Prefect server.
-        databases: store -> its tracking URI.
-        mlflow_ports: store -> port of our MLflow server, which shows the store's database.
-
-    Returns:
-        the exit code: 0 after Ctrl-C or SIGTERM, 1 if a service did not start or died too often.
-    """
+    """Start the services, print their links, and restart services that die, until Ctrl-C or SIGTERM. Return the exit
+    code: 0 after such a stop, 1 if a service did not start or died too often. `databases`: store -> its tracking URI;
+    `mlflow_ports`: store -> port of our MLflow server, which shows the store's database."""
     logs = service_directory(prefect_port)
     mlflow = [mlflow_server(port, databases[store], service_directory(port)) for store, port in mlflow_ports.items()]
     tracked = {f"http://{HOST}:{mlflow_ports[s]}" if s in mlflow_ports else uri for s, uri in databases.items()}
