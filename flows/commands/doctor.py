@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
     print("\nplanned uses")
     for use in uses.result():  # printed without wrapping lines, so that commands can be copied
         print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
-        for lack in use.lacks:
-            print(f"    {lack.found}\n      {lack.remedy}")
+        for found, remedy in use.lacks:
+            print(f"    {found}\n      {remedy}")
     print()
     bad = sum(not finding.ok for finding in findings) + sum(use.required and bool(use.lacks) for use in uses.result())
     num_checks = len(findings) + sum(use.required for use in uses.result())

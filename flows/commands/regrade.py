@@ -238,7 +238,7 @@ def compare_advantages_of_round(record: RunRecord, index: int, *arrays: Any) -> 
         flags_in_use.insert(0, f"--advantage-estimator {config.train.advantage_estimator}")
     if flags_in_use:
         raise RunError(f"with {flags_in_use[0]} they do not follow from the rewards alone")
-    return compare_advantages(*arrays, config=config.train)
+    return partial(compare_advantages, config=config.train)(*arrays)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -52,12 +52,7 @@ class Targets:
     mlflow_tracking_uri: str | None = None
 
 
-@dataclass(frozen=True)
-class Lack:
-    """One thing that is missing for a planned use."""
-
-    found: str  # what is missing, or was found instead
-    remedy: str  # a command that adds it, or what to do
+Lack = tuple[str, str]  # what is missing for a planned use, or was found instead; how to add it
 
 
 @dataclass
@@ -72,7 +67,7 @@ class Use:
     def needs(self, fulfilled: object, found: str, remedy: str) -> None:
         """Record that something is missing, and how to add it, unless the condition `fulfilled` holds."""
         if not fulfilled:
-            self.lacks.append(Lack(found, remedy))
+            self.lacks.append((found, remedy))
 
 
 def check_demo(targets: Targets) -> Use:
@@ -111,13 +106,11 @@ def check_several_nodes(targets: Targets) -> Use:
     use.needs(by_token and has_token, "no token for Ray in the environment", TOKEN_COMMAND)
     connected = any(stats.isup and name != "lo" for name, stats in psutil.net_if_stats().items())
     use.needs(connected, "no network interface besides loopback", "connect the machine to the nodes' network")
+    problem = "no Ray cluster was given" if targets.ray_address is None else ray_problem(targets.ray_address)
+    remedy = f"ray start --head --port 6379  # there; ray start --address {address} on the others"
     if targets.ray_address is None:
         remedy = f"ray start --head --port 6379; {penstock_command()} doctor --ray-address HOST:6379"
-        use.needs(False, "no Ray cluster was given", remedy)
-    else:
-        problem = ray_problem(targets.ray_address)
-        remedy = f"ray start --head --port 6379  # there; ray start --address {address} on the others"
-        use.needs(not problem, problem, remedy)
+    use.needs(not problem, problem, remedy)
     remedy = "use an object store, or mount the directory on every node under the same path"
     use.needs(targets.store is None or "://" in store, f"--store {store} is a local directory", remedy)
     return use
@@ -129,19 +122,19 @@ def check_s3(targets: Targets) -> Use:
     uri = store.store if store is not None else "s3://BUCKET/runs"
     use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=store is not None)
     if lines := missing_requirements(["s3"], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu"))):
-        use.lacks.append(Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with s3"))
+        use.lacks.append(("; ".join(lines[:2]), f"{penstock_command()} setup --with s3"))
     if store is not None and not use.lacks:
         try:
             open_store(store)
         except PenstockError as error:
             remedy = "check the bucket and the credentials; for other servers: --store-options endpoint_url=URL"
-            use.lacks.append(Lack(str(error)[:200], remedy))
+            use.lacks.append((str(error)[:200], remedy))
     elif not (
         any(os.environ.get(name) for name in CREDENTIALS)
         or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
     ):
         remedy = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...  # unless the machine has an IAM role"
-        use.lacks.append(Lack("no credentials in the environment or ~/.aws", remedy))
+        use.lacks.append(("no credentials in the environment or ~/.aws", remedy))
     return use
 
 
@@ -180,7 +173,7 @@ def missing_packages(kind: str) -> list[Lack]:
     if not lines:
         return []
     more = f", and {len(lines) - 2} more" if len(lines) > 2 else ""
-    return [Lack("; ".join(lines[:2]) + more, f"{penstock_command()} setup --{kind}")]
+    return [("; ".join(lines[:2]) + more, f"{penstock_command()} setup --{kind}")]
 
 
 def demo_resources() -> list[tuple[str, float, float, str]]:

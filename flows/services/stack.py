@@ -98,9 +98,9 @@ def up_main(argv: list[str]) -> int:
     if (running := read_up()) is not None:
         print(f"`penstock up` runs already (process {running.pid}); `penstock down` ends it")
         print_links(running)
-        for store in flags.get("--store", []):
-            if Store(store, probe=False).uri not in running.pages:
-                raise OptionError(f"it does not show --store {store}: run `penstock down`, then `penstock up` with all")
+        for path in flags.get("--store", []):
+            if Store(path, probe=False).uri not in running.pages:
+                raise OptionError(f"it does not show --store {path}: run `penstock down`, then `penstock up` with all")
         return 0
     if "--detach" in flags:
         return detach([word for word in argv if word != "--detach"])
