@@ -32,8 +32,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
     def run(*words: str, code: int = 0) -> str:
         capsys.readouterr()
-        assert cli.main(words) == code
-        result = capsys.readouterr()
-        return result.err if code else result.out
+        exit_code = cli.main(words)
+        out, err = capsys.readouterr()
+        assert exit_code == code, err
+        return err if code else out
 
     return run
