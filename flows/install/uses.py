@@ -144,12 +144,17 @@ def check_mlflow_server(targets: Targets) -> Use:
     command = f"{penstock_command()} train --mlflow-tracking-uri {redact(uri) or 'http://HOST:5000'} ..."
     use = Use("MLflow server", command, required=targets.mlflow_tracking_uri is not None)
     server = "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db"
+    problem = "MLFLOW_TRACKING_URI does not name a server"
+    remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
     if uri.startswith(("http://", "https://")):
-        problem = mlflow_problem(uri)
-        use.needs(not problem, problem, f"{server}  # there")
-    else:
-        remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
-        use.needs(False, "MLFLOW_TRACKING_URI does not name a server", remedy)
+        parts, problem, remedy = urlsplit(uri), "", f"{server}  # there"
+        host = parts.netloc.rpartition("@")[2]  # only the host is printed: the URI may contain a password
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            opener.open(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health", timeout=10).close()
+        except (OSError, ValueError) as error:
+            problem = f"the MLflow server at {host} does not answer ({error})"
+    use.needs(not problem, problem, remedy)
     return use
 
 
@@ -213,16 +218,3 @@ def ray_problem(address: str) -> str:
         return f"the Ray cluster at {address} cannot be used: {reason[:160]}"
     nodes, gpus = result.stdout.split()[-2:]
     return "" if int(nodes) > 1 else f"the Ray cluster at {address} has one node and {gpus} GPUs"
-
-
-def mlflow_problem(uri: str) -> str:
-    """Return why the MLflow server at `uri` cannot be used; "" if it answers. The text contains only the host, because
-    the URI may contain a password."""
-    parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health", timeout=10):
-            return ""
-    except (OSError, ValueError) as error:
-        return f"the MLflow server at {host} does not answer ({error})"
