@@ -174,8 +174,9 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
             f"Python {found} found, Penstock needs 3.11 or 3.12: create the environment with one of them"
         )
     names = ("cpu" if kind == "cpu" else "gpu", *extras)
-    target = [f"{PROJECT}[{','.join(names)}]=={version(PROJECT)}"] if source is None else []
-    if source is not None:
+    if source is None:
+        target = [f"{PROJECT}[{','.join(names)}]=={version(PROJECT)}"]
+    else:
         target = ["--editable", f"{source}[{','.join(names)}]"]
     index = ("--index-url", torch_index) if torch_index else ()
     pins = read_lock(lock)
@@ -219,14 +220,13 @@ def sglang_site() -> Path:
 def missing_torch(kind: str) -> list[str]:
     """Return a line that says what is wrong with torch (missing, another version, or a build for the other `kind`); an
     empty list if nothing is."""
-    if problems := installation_problems({"torch": f"=={TORCH}"}):
-        return problems
-    found = version("torch")
+    problems = installation_problems({"torch": f"=={TORCH}"})
+    found = "" if problems else version("torch")
     if kind == "cuda" and found.endswith("+cpu"):
-        return [f"torch: {found} is a build without CUDA (use a new environment)"]
-    if kind == "cpu" and re.search(r"\+cu\d", found):
-        return [f"torch: {found} is a build for CUDA (use a new environment)"]
-    return []
+        problems = [f"torch: {found} is a build without CUDA (use a new environment)"]
+    elif kind == "cpu" and re.search(r"\+cu\d", found):
+        problems = [f"torch: {found} is a build for CUDA (use a new environment)"]
+    return problems
 
 
 def run_step(step: Step, log: Path) -> None:

@@ -104,9 +104,10 @@ def up_main(argv: list[str]) -> int:
         return 0
     if "--detach" in flags:
         return detach([word for word in argv if word != "--detach"])
-    ports = {name: parse_integer(f"--{name}-port", flags[f"--{name}-port"][-1]) if f"--{name}-port" in flags else None
-             for name in ("prefect", "mlflow")}  # fmt: skip
-    prefect_port = choose_port("prefect", ports["prefect"], PREFECT_PORT)
+    requested_prefect, requested_mlflow = (
+        parse_integer(name, flags[name][-1]) if name in flags else None for name in ("--prefect-port", "--mlflow-port")
+    )
+    prefect_port = choose_port("prefect", requested_prefect, PREFECT_PORT)
     databases: dict[str, str] = {}  # store -> tracking URI
     mlflow_ports: dict[str, int] = {}  # store -> port of our server
     try:
@@ -115,7 +116,7 @@ def up_main(argv: list[str]) -> int:
             database = databases[store.uri] = tracking_uri(store)
             if not database.startswith("http") and store.uri not in mlflow_ports:
                 update_artifact_paths(Path(database.removeprefix("sqlite:///")), TrackedRun.experiment)
-                requested = None if mlflow_ports and ports["mlflow"] else ports["mlflow"]
+                requested = None if mlflow_ports and requested_mlflow else requested_mlflow
                 mlflow_ports[store.uri] = choose_port("mlflow", requested, MLFLOW_PORT)
     except sqlite3.OperationalError as error:
         raise OptionError(f"--store {path}: its MLflow database cannot be read ({error})") from error
