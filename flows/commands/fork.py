@@ -105,9 +105,9 @@ def main(argv: list[str]) -> int:
             if trained < max(indices, default=-1):
                 missing = commit_key(f"{RunKeys(old).prefix}/{kind}/{trained:06d}")
                 problem = (
-                    f"{missing} is missing, but a fork at round {at} shares it: restore it from a backup, or give "
+                    f"{missing} is missing, but a fork at round {at} shares it: restore it from a backup, or give --at "
+                    f"{trained}"
                 )
-                problem += f"--at {trained}"
             raise RunError(problem)
     config = plan_fork(store, flow, parent, rest, name, at, reuses=reuses)
     if store.read(RunKeys(name).record) is None:
@@ -336,10 +336,8 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> Non
         store.create(unfinished_fork_key(new), fork_record.model_dump_json(indent=1).encode())
         existing = store.read_record(ForkRecord, unfinished_fork_key(new)) or read_run_record(store, new)
     if not problem and (existing is None or any(getattr(existing, name) != value for name, value in fork_record)):
-        problem = f"run {new.run!r} exists already:"
-        if not store.read(new.record):
-            problem = f"run {new.run!r} is an unfinished fork with another origin or other options (`penstock gc "
-            problem += "--delete` removes it):"
+        state = "is an unfinished fork with another origin or other options (`penstock gc --delete` removes it)"
+        problem = f"run {new.run!r} {'exists already' if store.read(new.record) else state}:"
     if problem:
         raise RunError(f"{problem} give another --name")
 
