@@ -86,18 +86,21 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock demo does not take {short_repr(unknown[0])}: see penstock demo --help")
     seed = parse_integer("--seed", own.get("--seed", "0"))
     num_rollout = parse_integer("--num-rollout", own["--num-rollout"]) if "--num-rollout" in own else None
-    if seed >= MAX_SEED:
-        raise OptionError(f"--seed takes an integer below {MAX_SEED}; found {seed}")
-    if "--model-only" in own:
-        model = Path(own["--model-only"])
-        if model.exists():
-            raise OptionError(f"{model} exists: give --model-only a new directory")
+    kill, model = "--kill" in own, Path(own["--model-only"]) if "--model-only" in own else None
+    for wrong, problem in (
+        (seed >= MAX_SEED, f"--seed takes an integer below {MAX_SEED}; found {seed}"),
+        (model is not None and model.exists(), f"{model} exists: give --model-only a new directory"),
+        (
+            kill and num_rollout is not None and num_rollout < 4,
+            f"--kill needs at least 4 rounds; found --num-rollout {num_rollout}: give 4 or more",
+        ),
+    ):
+        if wrong:
+            raise OptionError(problem)
+    if model is not None:
         print(f"{make_tiny_model(model, seed)}: give it to --hf-checkpoint")
         return 0
-    kill = "--kill" in own
     directory = Path(own.get("--directory", f"{DIRECTORY}-kill" if kill else DIRECTORY))
-    if kill and num_rollout is not None and num_rollout < 4:
-        raise OptionError(f"--kill needs at least 4 rounds; found --num-rollout {num_rollout}: give 4 or more")
     if "--fresh" in own:
         remove_demo(directory)
     if kill:
