@@ -73,8 +73,8 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     for name, args in occurrences:
         if name == "--config" and not any(args):
             raise OptionError("--config needs a value: the path of a TOML file or the name of a bundled recipe")
-        for path in args if name == "--config" else ():
-            merge_values(values, read_toml(find_config_file(path)))
+    for path in [path for name, args in occurrences if name == "--config" for path in args]:
+        merge_values(values, read_toml(find_config_file(path)))
     options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":
