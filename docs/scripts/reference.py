@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import textwrap
 import types
@@ -260,7 +259,6 @@ def commands_page() -> str:
 
 def command_entry(command: str) -> list[str]:
     """Return the text about one command: its help or, if that is long, its first line and a link to the options."""
-    os.environ["COLUMNS"] = "100"  # argparse wraps its help at the width of the terminal
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         cli.main([command, "--help"])

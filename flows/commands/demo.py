@@ -7,7 +7,6 @@ resumes a demo that was stopped at any point.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -28,7 +27,7 @@ from rich.text import Text
 from penstock.engines.backends import engine_backend
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import RECIPES, PostTrainConfig, read_toml, validate_config
-from penstock.flows.options.argv import activate_command, penstock_command
+from penstock.flows.options.argv import activate_command, parse_integer, penstock_command, short_repr, split_args
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import TerminalConsole
@@ -51,6 +50,7 @@ TARGETS: dict[str, Callable[[str], bool]] = {
 KILLED = {"engine": "the inference engine", "trainer": "the trainer", "driver": "the driver, and started it again"}
 
 DIRECTORY = "penstock-demo"
+MAX_SEED = 2**32
 NUM_ROUNDS = 60  # GRPO rounds, as in demo-grpo.toml
 MARKER = ".penstock-demo"  # name of a file that marks a directory created by the demo
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
@@ -61,51 +61,51 @@ demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that 
 right-or-wrong reward. It does not teach arithmetic from scratch, and a 400-thousand-parameter
 model says nothing about a large one: the demo shows that every stage works and that learning
 happens."""
-ABOUT = (
-    "Make a Qwen3 model of 402,176 random parameters, teach it problems such as 37+8= by SFT, and improve it by GRPO."
-)
+USAGE = f"""penstock demo [--directory DIR] [--num-rollout N] [--seed N] [--fresh] [--kill]
+penstock demo --model-only DIR [--seed N]
 
+  Makes a Qwen3 model of 402,176 random parameters, teaches it problems such as 37+8= by SFT, and improves it by GRPO.
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors like every other command: one line, exit code 2."""
+  --directory     output directory; default {DIRECTORY}, with --kill {DIRECTORY}-kill
+  --num-rollout   GRPO rounds; default {NUM_ROUNDS}; the reward rises within 20
+  --seed          seed of model, data order and prompt sampling; default 0
+  --fresh         remove an earlier demo from the directory and restart
+  --kill          kill the engine, the trainer and the driver during the run, then replay every round
+  --model-only    only write the random model to DIR"""
 
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"penstock demo: {message}")
+FLAGS = {
+    **dict.fromkeys(("--directory", "--num-rollout", "--seed", "--model-only"), True),
+    **dict.fromkeys(("--fresh", "--kill"), False),
+}
 
 
 def main(argv: list[str]) -> int:
-    """Parse the demo's options and run it. Return the exit code."""
-    parser = _Parser(prog="penstock demo", description=ABOUT, allow_abbrev=False)
-    parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
-    parser.add_argument(
-        "--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill another one)"
-    )
-    about_rounds = f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
-    parser.add_argument("--num-rollout", type=int, help=about_rounds)
-    parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
-    about_kill = "kill the engine, the trainer and the driver during the run, then replay every round"
-    parser.add_argument("--kill", action="store_true", help=about_kill)
-    parser.add_argument("--model-only", type=Path, metavar="DIR", help="only write the random model to DIR")
-    if {"--help", "-h", "--help-all"} & {*argv}:
-        parser.print_help()
+    """Run `penstock demo`. Return the exit code."""
+    positional, own, rest = split_args(argv, FLAGS)
+    if unknown := positional + rest:
+        raise OptionError(f"penstock demo does not take {short_repr(unknown[0])}: see penstock demo --help")
+    seed = parse_integer("--seed", own.get("--seed", "0"))
+    num_rollout = parse_integer("--num-rollout", own["--num-rollout"]) if "--num-rollout" in own else None
+    kill, model = "--kill" in own, Path(own["--model-only"]) if "--model-only" in own else None
+    for wrong, problem in (
+        (seed >= MAX_SEED, f"--seed takes an integer below {MAX_SEED}; found {seed}"),
+        (model is not None and model.exists(), f"{model} exists: give --model-only a new directory"),
+        (
+            kill and num_rollout is not None and num_rollout < 4,
+            f"--kill needs at least 4 rounds; found --num-rollout {num_rollout}: give 4 or more",
+        ),
+    ):
+        if wrong:
+            raise OptionError(problem)
+    if model is not None:
+        print(f"{make_tiny_model(model, seed)}: give it to --hf-checkpoint")
         return 0
-    options = parser.parse_args(argv)
-    for name, value in (("--seed", options.seed), ("--num-rollout", options.num_rollout)):
-        if value is not None and not 0 <= value < 2**32:
-            raise OptionError(f"{name} takes an integer from 0 to {2**32 - 1}; found {value}")
-    if options.model_only:
-        if options.model_only.exists():
-            raise OptionError(f"{options.model_only} exists: give --model-only a new directory")
-        print(f"{make_tiny_model(options.model_only, options.seed)}: give it to --hf-checkpoint")
-        return 0
-    directory = options.directory or Path(f"{DIRECTORY}-kill" if options.kill else DIRECTORY)
-    if options.kill and options.num_rollout is not None and options.num_rollout < 4:
-        raise OptionError(f"--kill needs at least 4 rounds; found --num-rollout {options.num_rollout}: give 4 or more")
-    if options.fresh:
+    directory = Path(own.get("--directory", f"{DIRECTORY}-kill" if kill else DIRECTORY))
+    if "--fresh" in own:
         remove_demo(directory)
-    if options.kill:
-        return run_demo_with_kills(directory, seed=options.seed, num_rollout=options.num_rollout or NUM_ROUNDS)
-    return run_demo(directory, seed=options.seed, num_rollout=options.num_rollout)
+    if kill:
+        return run_demo_with_kills(directory, seed=seed, num_rollout=num_rollout or NUM_ROUNDS)
+    return run_demo(directory, seed=seed, num_rollout=num_rollout)
 
 
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
@@ -206,16 +206,8 @@ def make_demo_data(data: Path, seed: int) -> None:
 def recipe_config(
     part: str, directory: Path, model: Path, prompts: Path, seed: int, **more: dict[str, Any]
 ) -> PostTrainConfig:
-    """Return the config of a run of the demo.
-
-    Args:
-        part: "sft" or "grpo", the recipe.
-        directory: output directory of the demo.
-        model: directory of the initial model.
-        prompts: file of prompts or demonstrations.
-        seed: seed of the model, the data order and the prompt sampling.
-        more: section -> options that replace those of the recipe.
-    """
+    """Return the config of a run of the demo: the recipe `part` ("sft" or "grpo") with the directory of the initial
+    model, the file of prompts or demonstrations, and the options in `more`: section -> options."""
     values = read_toml(RECIPES / f"demo-{part}.toml")
     own: dict[str, dict[str, Any]] = {
         "run": {"run": f"demo-{part}-seed{seed}", "store": str(directory / "store")},
@@ -272,7 +264,8 @@ class DemoProcess:
             driver = psutil.Process(self._process.pid)
             children = driver.children(recursive=True)
             victims = [child for child in children if TARGETS[target](command_line(child))]
-            victims = [driver] if target == "driver" else victims
+            if target == "driver":
+                victims = [driver]
             for victim in victims:
                 victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:  # the process has ended by itself

@@ -7,7 +7,6 @@ because only an import reveals a broken environment.
 from __future__ import annotations
 
 import ipaddress
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -20,10 +19,9 @@ import psutil
 
 from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.serving.server import KEY_VARIABLE
-from penstock.engines.training import GIB
 from penstock.flows.inspect import plan
 from penstock.flows.install.command import find_distribution
-from penstock.flows.install.uses import USES, Targets, shared_memory
+from penstock.flows.install.uses import USES, Targets, demo_resources
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
 from penstock.flows.terminal.console import TerminalConsole, print_table
@@ -91,8 +89,8 @@ def main(argv: list[str]) -> int:
     print("\nplanned uses")
     for use in uses.result():  # printed without wrapping lines, so that commands can be copied
         print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
-        for lack in use.lacks:
-            print(f"    {lack.found}\n      {lack.remedy}")
+        for found, remedy in use.lacks:
+            print(f"    {found}\n      {remedy}")
     print()
     bad = sum(not finding.ok for finding in findings) + sum(use.required and bool(use.lacks) for use in uses.result())
     num_checks = len(findings) + sum(use.required for use in uses.result())
@@ -138,21 +136,8 @@ def check_engine() -> list[Finding]:
     """Check that the server of the default engine starts, in another process and in the same way as in a run."""
     backend = engine_backend()
     command, advice = backend.start_check()
-    finding = _check_with_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")
+    finding = run_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")
     return [replace(finding, found="its server starts") if finding.ok else finding]
-
-
-def check_machine() -> list[Finding]:
-    """Check free memory, disk and shared memory."""
-    memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
-    for_memory = "the demo needs up to 8 GiB: close programs"
-    for_disk = "the demo needs about 1 GiB: delete files or change directory"
-    for_shared = "Ray and weight publishing need /dev/shm: docker run --shm-size=8g"
-    return [
-        Finding("free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", for_memory),
-        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", for_disk),
-        Finding("shared memory", shared > GIB // 2, f"{shared / GIB:.1f} GiB", for_shared),
-    ]
 
 
 def check_store() -> list[Finding]:
@@ -172,29 +157,27 @@ def check_ports() -> list[Finding]:
     """Check the ports of this user's runs and services. Return one finding for each command that has ports, and a
     failed one for each port that other machines can reach without authentication."""
     advice = "anyone who can reach this machine can reach this port: close it with a firewall, or end the process"
-    findings: list[Finding] = []
-    of_command: dict[str, list[ListeningPort]] = {}
-    for port in listening_ports():
-        of_command.setdefault(port.command, []).append(port)
+    ports = listening_ports()
+    findings = []
+    for command in dict.fromkeys(port.command for port in ports):
+        loopback = [port.loopback for port in ports if port.command == command]
+        found = f"{len(loopback)}, {sum(loopback)} of them for this machine only; `penstock doctor --ports` lists them"
+        findings.append(Finding(f"ports of {command}", True, found))
+    for port in ports:
         if not (port.loopback or port.protection):
             found = f"{port.owner} of {port.command}: no authentication"
             findings.append(Finding(f"port {port.address}", False, found, advice))
-    summaries = []
-    for command, ports in of_command.items():
-        local = sum(port.loopback for port in ports)
-        found = f"{len(ports)}, {local} of them for this machine only; `penstock doctor --ports` lists them"
-        summaries.append(Finding(f"ports of {command}", True, found))
-    return [*summaries, *findings] or [Finding("listening ports", True, NOTHING_ACTIVE)]
+    return findings or [Finding("listening ports", True, NOTHING_ACTIVE)]
 
 
-def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:
+def run_script(check_name: str, *args: str, advice: str) -> Finding:
     """Run a Python script (or `-c` code) in a new process. Return a Finding with the last line of its output, which is
     ok if the exit code is 0."""
     result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, check=False)
-    lines = [line for line in (result.stdout if result.returncode == 0 else result.stderr).splitlines() if line.strip()]
-    return Finding(
-        check_name, result.returncode == 0, lines[-1].strip() if lines else f"exit code {result.returncode}", advice
-    )
+    ok = result.returncode == 0
+    lines = (result.stdout if ok else result.stderr).split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {result.returncode}")
+    return Finding(check_name, ok, last, advice)
 
 
 _TORCH = (
@@ -208,10 +191,12 @@ _MEGATRON = (  # imported in the same way as in a trainer
 )
 CHECKS: list[Callable[[], list[Finding]]] = [
     check_packages,
-    lambda: [_check_with_script("torch works", "-c", _TORCH, advice=SETUP)],
-    lambda: [_check_with_script("Megatron-core works", "-c", _MEGATRON, advice=SETUP)],
+    lambda: [run_script("torch works", "-c", _TORCH, advice=SETUP)],
+    lambda: [run_script("Megatron-core works", "-c", _MEGATRON, advice=SETUP)],
     check_engine,
-    check_machine,
+    lambda: [
+        Finding(what, free >= needed, f"{free:.1f} GiB", advice) for what, free, needed, advice in demo_resources()
+    ],
     check_store,
     check_ports,
 ]
@@ -247,8 +232,11 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
     """Return the TCP ports on which the processes `roots` and their descendants listen, sorted by port number. By
     default `roots` are all Penstock processes of this user."""
     family: dict[int, tuple[psutil.Process, str]] = {}
-    for root in penstock_processes_of_this_user() if roots is None else roots:
+    this_user = psutil.Process().uids().real
+    for root in psutil.process_iter() if roots is None else roots:
         with suppress(psutil.Error):
+            if roots is None and not (root.uids().real == this_user and is_penstock_command(root.cmdline())):
+                continue
             command_name = f"{describe_command(root.cmdline())} (pid {root.pid})"
             processes = [root, *root.children(recursive=True)]
             family |= {each.pid: (each, command_name) for each in processes if each.pid not in family}
@@ -266,19 +254,6 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
             loopback = ipaddress.ip_address(host).is_loopback
             ports.setdefault((host, port), ListeningPort(f"{host}:{port}", owner, command_name, protection, loopback))
     return sorted(ports.values(), key=lambda each: int(each.address.rpartition(":")[2]))
-
-
-def penstock_processes_of_this_user() -> list[psutil.Process]:
-    """Return the processes of this user that run a `penstock` command."""
-    me = psutil.Process().uids().real
-    roots = []
-    for process in psutil.process_iter():
-        try:
-            if process.uids().real == me and is_penstock_command(process.cmdline()):
-                roots.append(process)
-        except psutil.Error:
-            continue
-    return roots
 
 
 def is_penstock_command(command: list[str]) -> bool:

@@ -9,7 +9,7 @@ resume` finds is complete. If a fork is killed, the same command finishes it, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.flows.config import (
@@ -79,6 +79,7 @@ _NO_ENGINES: dict[str, Any] = {  # options of a run that trains on stored rollou
     "num_epoch": None,
     "num_rollout_per_start": None,
 }
+_CREDENTIALS = {"run": {"store_options"}}  # options that are not recorded, because they may contain credentials
 _LOADS_FILES = ("load_debug_rollout_data", "load_debug_rollout_data_subsample")
 
 
@@ -97,7 +98,17 @@ def main(argv: list[str]) -> int:
     where = store_options_from_values(given)
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
-    check_rounds_are_trained(store, RunKeys(old), at)
+    for kind in ("steps", "rollouts"):
+        indices = store.committed_indices(f"{RunKeys(old).prefix}/{kind}")
+        if (trained := _num_consecutive(indices)) < at:
+            problem = f"run {old!r} has {trained} trained rounds, but --at is {at}: give at most {trained}"
+            if trained < max(indices, default=-1):
+                missing = commit_key(f"{RunKeys(old).prefix}/{kind}/{trained:06d}")
+                problem = (
+                    f"{missing} is missing, but a fork at round {at} shares it: restore it from a backup, or give --at "
+                    f"{trained}"
+                )
+            raise RunError(problem)
     config = plan_fork(store, flow, parent, rest, name, at, reuses=reuses)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
@@ -117,19 +128,17 @@ def main(argv: list[str]) -> int:
 def create_fork(
     store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool, num_reused: int = 0
 ) -> str:
-    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`. After a kill, the same call
-    finishes the fork. Return how many commits of each kind are shared, as text.
-
-    Args:
-        restart_data: the fork reads its prompt data from the first row again.
-        num_reused: number of further rounds that the fork trains on the parent's rollouts.
-    """
+    """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`, and with `num_reused`
+    further rounds that it trains on the parent's rollouts. With `restart_data` it reads its prompt data from the first
+    row again. After a kill, the same call finishes the fork. Return how many commits of each kind are shared, as
+    text."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     # A fork at round 0 with other initial weights shares nothing: the parent's version 0 is another model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
     entry = make_parent_record(store, parent, config, at_round, restart_data, num_reused)
     check_fork_can_publish(config.flow, config, entry)
-    reserve_run_name(store, new, ForkRecord(flow=config.flow, config=_config_to_json_values(config), parent=entry))
+    recorded = config.model_dump(mode="json", exclude=_CREDENTIALS)
+    reserve_run_name(store, new, ForkRecord(flow=config.flow, config=recorded, parent=entry))
     if is_removed(store, old) or describe_removing_process(store, old):
         store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
@@ -184,28 +193,60 @@ def plan_fork(
         config = with_options(config, "debug", dict.fromkeys(_LOADS_FILES))
     config = with_options(update_config_from_argv(config, argv), "run", {"run": name})
     config = resolve(flow, config, store)
-    if reuses:
-        check_reuse(parent, config, available=options["num_rollout"], at_round=at_round)
-    problem, before, after = "", parent.train, config.train
-    frozen = ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision")
-    changed = [name for name in frozen if getattr(after, name) != getattr(before, name)]
-    if at_round > 0 and changed:
-        problem = (
-            f"{flag_of_field(changed[0])} cannot change at round {at_round}, because the optimizer has no state of "
-            "frozen parameters: fork at round 0, or start a new run with --load"
-        )
-    elif (
-        at_round > 0 and before.lora is not None and (after.lora is None or after.lora.adapters != before.lora.adapters)
-    ):
-        problem = (
+    problems = [*problems_of_reuse(parent, config, options["num_rollout"], at_round)] if reuses else []
+    problems += problems_of_fork(parent, config, at_round)
+    if problems:
+        raise OptionError(problems[0])
+    return config
+
+
+def problems_of_fork(parent: PostTrainConfig, config: Plan, at_round: int) -> Iterator[str]:
+    """Yield why a fork at round `at_round` cannot have the options of `config`."""
+    before, after = parent.train, config.train
+    for name in ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision"):
+        if at_round > 0 and getattr(after, name) != getattr(before, name):
+            yield (
+                f"{flag_of_field(name)} cannot change at round {at_round}, because the optimizer has no state of "
+                "frozen parameters: fork at round 0, or start a new run with --load"
+            )
+    if at_round > 0 and before.lora and (after.lora is None or after.lora.adapters != before.lora.adapters):
+        yield (
             f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
             "were trained with them: keep them, fork at round 0, or export the run and start a new one with --load"
         )
-    elif (rounds := config.run.num_rollout) < at_round:
-        problem = f"--num-rollout {rounds} is less than the {at_round} shared rounds: give at least {at_round}"
-    if problem:
-        raise OptionError(problem)
-    return config
+    if (rounds := config.run.num_rollout) < at_round:
+        yield f"--num-rollout {rounds} is less than the {at_round} shared rounds: give at least {at_round}"
+
+
+def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_round: int) -> Iterator[str]:
+    """Yield why a fork with --reuse-rollouts cannot have the options of `config`: it has no round to train of the
+    `available` ones, or changes options that do not apply to stored samples."""
+    if not at_round < config.run.num_rollout <= available:
+        yield (
+            f"--num-rollout {config.run.num_rollout} with --reuse-rollouts must be above --at {at_round} and at most "
+            f"{available}, the number of rollouts of {parent.run.run}"
+        )
+    before, after = (options_by_mutability(with_absolute_paths(each), "identity") for each in (parent, config))
+    generating = [name for name in after if name.startswith(("rollout.", "convert."))]
+    changed = [flag_of_field(name.rpartition(".")[2]) for name in generating if after[name] != before[name]]
+    if at_round == 0 and config.start_weights != parent.start_weights:
+        changed.append("the model at round 0 (--hf-checkpoint, --load, --ref-load)")
+    for what in changed:
+        yield (
+            f"{what} cannot change with --reuse-rollouts, because the stored samples were made with the old value: "
+            "keep it, or fork without --reuse-rollouts, which generates new samples"
+        )
+    old, new = parent.train, config.train
+    for flag, needs, has in (
+        ("--use-rollout-routing-replay", new.use_rollout_routing_replay, old.use_rollout_routing_replay),
+        ("--opd-type engine", new.reads_teacher_logprobs, old.reads_teacher_logprobs),
+        (f"--opd-top-k {new.stored_top_k}", new.stored_top_k, old.stored_top_k),
+    ):
+        if needs > has:
+            yield (
+                f"{flag} needs data that are stored when samples are generated, but {parent.run.run} was started "
+                f"without it: omit {flag}"
+            )
 
 
 def count_reusable_rounds(
@@ -229,37 +270,6 @@ def count_reusable_rounds(
     return available
 
 
-def check_reuse(parent: PostTrainConfig, config: Plan, *, available: int, at_round: int) -> None:
-    """Check that a fork with --reuse-rollouts has rounds to train, and changes only what applies to stored samples.
-    Raises OptionError."""
-    if not at_round < config.run.num_rollout <= available:
-        raise OptionError(
-            f"--num-rollout {config.run.num_rollout} with --reuse-rollouts must be above --at {at_round} and at most "
-            f"{available}, the number of rollouts of {parent.run.run}"
-        )
-    before, after = (options_by_mutability(with_absolute_paths(each), "identity") for each in (parent, config))
-    generating = [name for name in after if name.startswith(("rollout.", "convert."))]
-    changed = [flag_of_field(name.rpartition(".")[2]) for name in generating if after[name] != before[name]]
-    if at_round == 0 and config.start_weights != parent.start_weights:
-        changed.append("the model at round 0 (--hf-checkpoint, --load, --ref-load)")
-    for what in changed[:1]:
-        raise OptionError(
-            f"{what} cannot change with --reuse-rollouts, because the stored samples were made with the old value: "
-            "keep it, or fork without --reuse-rollouts, which generates new samples"
-        )
-    runs = config.train, parent.train
-    for flag, (needs, has) in {
-        "--use-rollout-routing-replay": [int(train.use_rollout_routing_replay) for train in runs],
-        "--opd-type engine": [int(train.reads_teacher_logprobs) for train in runs],
-        f"--opd-top-k {config.train.stored_top_k}": [train.stored_top_k for train in runs],
-    }.items():
-        if needs > has:
-            raise OptionError(
-                f"{flag} needs data that are stored when samples are generated, but {parent.run.run} was started "
-                f"without it: omit {flag}"
-            )
-
-
 def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
     """Return the options that differ between parent and fork: (name, value of the parent, value of the fork). The run's
     name and the store are left out, and a path counts as equal if it is only written differently."""
@@ -269,11 +279,6 @@ def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tu
     )
     values = [(name, entries_of(before, s).get(name), entries_of(after, s).get(name)) for s, name, _ in list_options()]
     return [(name, old, new) for name, old, new in values if old != new]
-
-
-def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:
-    """Return section -> option -> JSON value, without the store options."""
-    return config.model_dump(mode="json", exclude={"run": {"store_options"}})  # may contain credentials
 
 
 # ---- the new run's records -------------------------------------------------------------------------------------------
@@ -299,7 +304,7 @@ def make_parent_record(
         restarts=[*restarts, at_round] if restart_data else restarts,
         discard_responses=at_round > 0 and _response_options(before) != _response_options(config),
         num_reused=num_reused,
-        config=_config_to_json_values(parent),
+        config=parent.model_dump(mode="json", exclude=_CREDENTIALS),
         parent=record.parent,
     )
 
@@ -313,21 +318,6 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
 
 
-def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> None:
-    """Check that the rollouts and steps of the first `num_rounds` rounds of a run are committed."""
-    for kind in ("steps", "rollouts"):
-        indices = store.committed_indices(f"{keys.prefix}/{kind}")
-        missing = _num_consecutive(indices)
-        if missing < num_rounds:
-            problem = f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
-            if missing < max(indices, default=-1):
-                problem = (
-                    f"{commit_key(f'{keys.prefix}/{kind}/{missing:06d}')} is missing, but a fork at round {num_rounds} "
-                    f"shares it: restore it from a backup, or give --at {missing}"
-                )
-            raise RunError(problem)
-
-
 def _num_consecutive(indices: Sequence[int]) -> int:
     """Return the number of consecutive indices from 0 on."""
     return min(set(range(len(indices) + 1)) - set(indices))
@@ -337,22 +327,19 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> Non
     """Reserve the name of the new run by writing `fork_record` as its fork.json. Raises RunError if the name is taken,
     except by an earlier, unfinished call for the same fork."""
     existing: RunRecord | ForkRecord | None = read_run_record(store, new)
+    problem = ""
     if is_removed(store, new):
-        raise RunError(
-            f"run {new.run!r} is not completely removed: finish it with `penstock gc --delete`, or give another --name"
-        )
-    if existing is None:
-        if store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
-            raise RunError(f"{store.path(new.prefix)} contains files that do not belong to a fork: give another --name")
+        problem = f"run {new.run!r} is not completely removed: finish it with `penstock gc --delete`, or"
+    elif existing is None and store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
+        problem = f"{store.path(new.prefix)} contains files that do not belong to a fork:"
+    elif existing is None:
         store.create(unfinished_fork_key(new), fork_record.model_dump_json(indent=1).encode())
         existing = store.read_record(ForkRecord, unfinished_fork_key(new)) or read_run_record(store, new)
-    if existing is None or any(getattr(existing, name) != value for name, value in fork_record):
-        state = (
-            "exists already"
-            if store.read(new.record)
-            else "is an unfinished fork with another origin or other options (`penstock gc --delete` removes it)"
-        )
-        raise RunError(f"run {new.run!r} {state}: give another --name")
+    if not problem and (existing is None or any(getattr(existing, name) != value for name, value in fork_record)):
+        state = "is an unfinished fork with another origin or other options (`penstock gc --delete` removes it)"
+        problem = f"run {new.run!r} {'exists already' if store.read(new.record) else state}:"
+    if problem:
+        raise RunError(f"{problem} give another --name")
 
 
 def _fork_shares_commit(keys: RunKeys, prefix: str, fork: ParentRecord) -> bool:

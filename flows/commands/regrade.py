@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,22 +87,6 @@ _MAX_ROWS = 20  # of the table of rounds and evaluations
 _REPORT_SECONDS = 10.0  # between two lines about the progress
 
 
-class RegradeProgress:
-    """Prints every few seconds how many samples, rounds and evaluations are graded."""
-
-    def __init__(self, num_sources: int) -> None:
-        self.num_sources, self.num_done, self.num_samples = num_sources, 0, 0
-        self.next_line = time.monotonic() + _REPORT_SECONDS
-
-    def count_sample(self) -> None:
-        """Count a graded sample."""
-        self.num_samples += 1
-        if (now := time.monotonic()) >= self.next_line:
-            self.next_line = now + _REPORT_SECONDS
-            done = f"finished {self.num_done:,} of {self.num_sources:,} rounds and evaluations"
-            print(f"graded {self.num_samples:,} samples, {done}", file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> int:
     """Run `penstock regrade`. Return the exit code: 1 if more rewards have changed than --fail-above allows, else 0."""
     positional, own, rest = split_args(argv, _OWN)
@@ -116,10 +100,7 @@ def main(argv: list[str]) -> int:
     sources = select_sources(store, keys, record, own)
     if detect and sources[0][0]:
         raise OptionError("--detectors reads training rounds, but none is selected: add --rounds, or omit --detectors")
-    commits, progress = list[Commit](), RegradeProgress(len(sources))
-    for commit in regrade_all(store, record, config, given, sources, detect, progress.count_sample):
-        commits.append(commit)
-        progress.num_done += 1
+    commits = regrade_all(store, record, config, given, sources, detect)
     print(f"{run} in {store.uri}, graded again")
     print_changes(commits)
     rounds = [commit for commit in commits if commit.kind == "regrade"]
@@ -214,10 +195,20 @@ def regrade_all(
     given: PostTrainConfig,
     sources: Sequence[Source],
     detect: bool,
-    report: Callable[[], None],
-) -> Iterator[Commit]:
-    """Grade the samples of all sources again, and yield the commits of their new rewards. `report` is called for each
-    graded sample."""
+) -> list[Commit]:
+    """Grade the samples of all sources again, and return the commits of their new rewards. Print every few seconds how
+    many samples, rounds and evaluations are graded."""
+    commits: list[Commit] = []
+    num_samples, next_line = 0, time.monotonic() + _REPORT_SECONDS
+
+    def count_sample() -> None:
+        nonlocal num_samples, next_line
+        num_samples += 1
+        if (now := time.monotonic()) >= next_line:
+            next_line = now + _REPORT_SECONDS
+            done = f"finished {len(commits):,} of {len(sources):,} rounds and evaluations"
+            print(f"graded {num_samples:,} samples, {done}", file=sys.stderr, flush=True)
+
     given, keys = with_function_names(given), RunKeys(config.run.run)
     settings = {data_set: merge_scoring_options(config, given, data_set) for data_set in dict(sources)}
     for _, rollout in settings.values():
@@ -228,10 +219,11 @@ def regrade_all(
             limit, passrate = rollout.rollout_max_response_len, given.eval.log_passrate
             compare = partial(compare_advantages_of_round, record)
             how = Regrading(
-                scoring, grader, limit, code_version(), report, compare, require_pass_rate=passrate, detect=detect
+                scoring, grader, limit, code_version(), count_sample, compare, require_pass_rate=passrate, detect=detect
             )
             for _, index in of_set:
-                yield regrade_stage(store, keys, data_set, index, how)
+                commits.append(regrade_stage(store, keys, data_set, index, how))
+    return commits
 
 
 def compare_advantages_of_round(record: RunRecord, index: int, *arrays: Any) -> tuple[list[np.ndarray], Metrics]:
@@ -244,8 +236,8 @@ def compare_advantages_of_round(record: RunRecord, index: int, *arrays: Any) -> 
     flags_in_use = [flag_of_field(name) for name in _OWN_ADVANTAGES if options[name]]
     if config.train.uses_critic or config.train.gdpo_reward_weights:  # needs values, or several rewards
         flags_in_use.insert(0, f"--advantage-estimator {config.train.advantage_estimator}")
-    for flag in flags_in_use:
-        raise RunError(f"with {flag} they do not follow from the rewards alone")
+    if flags_in_use:
+        raise RunError(f"with {flags_in_use[0]} they do not follow from the rewards alone")
     return partial(compare_advantages, config=config.train)(*arrays)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.runs import open_store, unknown_run_error
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys, commit_key
@@ -61,18 +61,14 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     newest evaluated version of the run. Raises RunError if no evaluation is finished."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
-    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
-    problem = ""
     if store.read(keys.record) is None:
-        existing = ", ".join(store.list("runs")) or "none"
-        problem = f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name"
-    elif not versions:
-        problem = f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data"
-    elif slash and version not in map(str, versions):
-        problem = f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of "
-        problem += ", ".join(map(str, versions))
-    if problem:
-        raise RunError(problem)
+        raise unknown_run_error(store, run)
+    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+    if not versions:
+        raise RunError(f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data")
+    if slash and version not in map(str, versions):
+        existing = ", ".join(map(str, versions))
+        raise RunError(f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of {existing}")
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]

@@ -37,22 +37,24 @@ penstock export RUN --round R --output FILE.parquet [--store URI ...]
 def main(argv: list[str]) -> int:
     """Run `penstock export`. Return the exit code of the conversion."""
     positional, own, rest = split_args(argv, {"--format": True, "--output": True, "--round": True})
+    reference, form, problem = "".join(positional[:1]), own.get("--format", "hf"), ""
     if len(positional) != 1 or "--output" not in own:
-        raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
-    if {"--format", "--round"} <= own.keys():
-        raise OptionError("--format and --round cannot be combined: give one of them")
+        problem = "penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR"
+    elif {"--format", "--round"} <= own.keys():
+        problem = "--format and --round cannot be combined: give one of them"
+    elif form not in ("hf", "megatron", "peft"):
+        problem = f"--format takes hf, megatron or peft; found {short_repr(form)}"
+    if problem:
+        raise OptionError(problem)
     if "--round" in own:
-        return export_round(check_run_name(positional[0]), own, rest)
-    form = own.get("--format", "hf")
-    if form not in ("hf", "megatron", "peft"):
-        raise OptionError(f"--format takes hf, megatron or peft; found {short_repr(form)}")
+        return export_round(check_run_name(reference), own, rest)
     if form == "peft":
-        return export_adapters(positional[0], own["--output"], rest)
-    run, slash, version = positional[0].partition("/")
+        return export_adapters(reference, own["--output"], rest)
+    run, slash, version = reference.partition("/")
     check_run_name(run)
     if slash and not version.isdecimal():
-        raise OptionError(f"penstock export {positional[0]}: {version!r} is not a policy version; give a number")
-    words = ["--load", positional[0], "--save", own["--output"], *rest]
+        raise OptionError(f"penstock export {reference}: {version!r} is not a policy version; give a number")
+    words = ["--load", reference, "--save", own["--output"], *rest]
     if form == "megatron":
         names = [] if any(word.partition("=")[0] == "--megatron-names" for word in rest) else ["--megatron-names", "te"]
         words += ["--megatron-iteration", *names]

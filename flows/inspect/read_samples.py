@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,13 +67,13 @@ class Request:
     run: str
     data_set: str | None  # None: samples of training rounds
     numbers: tuple[int, ...] | None  # rounds, or policy versions of evaluations; None: not given
+    number_name: str  # what the numbers are: "round" or "version"
     prompt: str | None
-    choose: Callable[[list[Sample]], list[Sample]]  # applies --status, --grep, --worst, --best and --limit
+    status: str | None
+    pattern: re.Pattern[str]
+    sign: int  # 1: lowest rewards first, -1: highest rewards first, 0: in their order
+    limit: int
     as_json: bool
-
-    @property
-    def number_name(self) -> str:
-        return "round" if self.data_set is None else "version"
 
 
 def main(argv: list[str]) -> int:
@@ -99,29 +99,27 @@ def main(argv: list[str]) -> int:
 
 def parse_request(run: str, own: dict[str, str]) -> Request:
     """Parse the command's own options (flag -> value). Raises OptionError."""
+    problem, status = "", own.get("--status")
     for a, b in (("--round", "--rounds"), ("--worst", "--best"), ("--eval", "--round"), ("--eval", "--rounds")):
         if a in own and b in own:
-            raise OptionError(f"{a} and {b} cannot be combined: give one of them")
+            problem = f"{a} and {b} cannot be combined: give one of them"
     if "--versions" in own and "--eval" not in own:
-        raise OptionError("--versions needs --eval DATA_SET; for samples of training give --rounds")
-    name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")
-    status = own.get("--status")
-    if status is not None and status not in list(Status):
-        raise OptionError(f"--status takes one of {', '.join(Status)}; found {short_repr(status)}")
+        problem = "--versions needs --eval DATA_SET; for samples of training give --rounds"
+    elif status is not None and status not in list(Status):
+        problem = f"--status takes one of {', '.join(Status)}; found {short_repr(status)}"
     try:
         pattern = re.compile(own.get("--grep", ""))
     except (re.error, RecursionError, OverflowError) as error:
-        raise OptionError(f"--grep is not a regular expression ({error}): correct it") from error
+        problem = f"--grep is not a regular expression ({error}): correct it"
+    if problem:
+        raise OptionError(problem)
+    name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")
     sign = 1 if "--worst" in own else -1 if "--best" in own else 0
     limit = parse_integer("--limit", own.get("--limit", "10"))
     numbers = tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None
-
-    def choose(samples: list[Sample]) -> list[Sample]:
-        with_status = [sample for sample in samples if status in (None, sample.status)]
-        kept = [sample for sample in with_status if pattern.search(f"{sample.prompt}\n{sample.response}")]
-        return sorted(kept, key=lambda sample: sign * (sample.reward or 0.0))[:limit]
-
-    return Request(run, own.get("--eval"), numbers, own.get("--prompt"), choose, "--json" in own)
+    number_name = "version" if "--eval" in own else "round"
+    prompt, as_json = own.get("--prompt"), "--json" in own
+    return Request(run, own.get("--eval"), numbers, number_name, prompt, status, pattern, sign, limit, as_json)
 
 
 # ---- selecting -------------------------------------------------------------------------------------------------------
@@ -138,16 +136,21 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
     if request.prompt is not None:
         prompt = find_prompt(store, keys, request, rounds)
         rounds = {n: [sample for sample in samples if prompt_of(sample) == prompt] for n, samples in rounds.items()}
+    selected = {}
     try:
         with time_limit("the search"):
-            selected = {number: request.choose(samples) for number, samples in rounds.items()}
+            for number, samples in rounds.items():
+                matching = [s for s in samples if request.pattern.search(f"{s.prompt}\n{s.response}")]
+                matching = [s for s in matching if request.status in (None, s.status)]
+                if chosen := sorted(matching, key=lambda s: request.sign * (s.reward or 0.0))[: request.limit]:
+                    selected[number] = chosen
     except TimeoutError as error:
         raise OptionError(f"--grep: {error}; give a pattern without nested repetitions") from None
-    if not any(selected.values()):
+    if not selected:
         where = ", ".join(map(str, request.numbers or ())) or f"0 to {max(numbers, default=-1)}"
         place = f"{request.number_name}s {where}"
         raise RunError(f"run {keys.run!r} has no such sample in {place}: change --prompt, --status or --grep")
-    return {number: samples for number, samples in selected.items() if samples}
+    return selected
 
 
 def prompt_of(sample: Sample) -> tuple[int, int] | str:
@@ -216,8 +219,12 @@ def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> No
     if prompt.label:
         console.print(f"label: {prompt.label}", markup=False, style="dim")
     table = Table(*[f"{number_name} {number}" for number in columns], show_lines=True)
-    for row in range(max(map(len, columns.values()))):
-        table.add_row(*[format_cell(samples[row]) if row < len(samples) else "" for samples in columns.values()])
+    for row in zip_longest(*columns.values()):
+        cells = []
+        for sample in row:
+            reward = "" if sample is None or sample.reward is None else f"{sample.reward:.3f}, "
+            cells.append(f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}" if sample else "")
+        table.add_row(*cells)
     console.print(table)
 
 
@@ -233,11 +240,6 @@ def describe_sample(sample: Sample) -> str:
     if error := sample.metadata.get("error"):
         parts.append(escape(str(error)))
     return ", ".join(parts)
-
-
-def format_cell(sample: Sample) -> str:
-    reward = "" if sample.reward is None else f"{sample.reward:.3f}, "
-    return f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}"
 
 
 # ---- the arithmetic of a round ---------------------------------------------------------------------------------------
@@ -278,6 +280,7 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
     if others := [*(flag for flag in own if flag not in ("--explain", "--limit")), *(rest if is_file else ())]:
         raise OptionError(f"{others[0]} has no effect on the arithmetic of a round: leave it out")
     sample_id, limit = own.get("--explain", ""), parse_integer("--limit", own.get("--limit", "10"))
+    stored: StoredRound | None = None
     if is_file:
         stored = read_round_file(Path(positional[0]))
     else:
@@ -285,12 +288,11 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
         store = open_store(parse_store_options(rest, "samples"), probe=False)
         keys = keys_of_existing_run(store, run)
         stage, _, index = find_samples(store, keys, "sample_id", sample_id).rpartition("/")
-        if stage != f"{keys.prefix}/rollouts":
-            raise RunError(f"run {run!r} has no sample {short_repr(sample_id)} in its rounds: give the id of one")
-        stored = load_round(store, keys, int(index))
-    ids = stored.samples["sample_id"].to_pylist()
-    if sample_id and sample_id not in ids:
-        raise RunError(f"{positional[0]} has no sample {short_repr(sample_id)}: give the id of one of its {len(ids)}")
+        if stage == f"{keys.prefix}/rollouts":
+            stored = load_round(store, keys, int(index))
+    ids = stored.samples["sample_id"].to_pylist() if stored else []
+    if stored is None or (sample_id and sample_id not in ids):
+        raise RunError(f"{positional[0]} has no sample {short_repr(sample_id)} in its rounds: give the id of one")
     result = recompute(stored)
     if sample_id:
         print_explanation(stored, result, ids.index(sample_id), limit)

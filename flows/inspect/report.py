@@ -47,16 +47,20 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--output": True, "--max-samples": True})
     run = parse_run_argument("report", positional)
     max_samples = parse_integer("--max-samples", own.get("--max-samples", str(DEFAULT_MAX_SAMPLES)))
-    if max_samples < 1:
-        raise OptionError(f"--max-samples {max_samples} is not positive: give at least 1")
     output = Path(own.get("--output", f"{run}.html"))
-    for wrong, message in (
-        (output.is_dir(), " is a directory: give the name of a file in it"),
-        (not output.absolute().parent.is_dir(), ": its directory does not exist: create it first"),
-        (is_other_file(output), " exists and is not a report of this command: move it, or give another file"),
+    given = f"--output {short_repr(str(output))}"
+    is_report = output.is_file() and GENERATOR.encode() in output.read_bytes()[:1000]
+    for wrong, problem in (
+        (max_samples < 1, f"--max-samples {max_samples} is not positive: give at least 1"),
+        (output.is_dir(), f"{given} is a directory: give the name of a file in it"),
+        (not output.absolute().parent.is_dir(), f"{given}: its directory does not exist: create it first"),
+        (
+            output.exists() and not is_report,
+            f"{given} exists and is not a report of this command: move it, or give another file",
+        ),
     ):
         if wrong:
-            raise OptionError(f"--output {short_repr(str(output))}{message}")
+            raise OptionError(problem)
     store = open_store(parse_store_options(rest, "report"), probe=False)
     start = time.monotonic()
     page = make_report(store, run, max_samples).encode("utf-8")
@@ -70,14 +74,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def is_other_file(path: Path) -> bool:
-    """Return whether something other than a report of this command exists at `path`."""
-    return path.exists() and not (path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000])
-
-
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
-    """Return the HTML of a run's report, with at most `max_samples` samples. Raises RunError if the run
-    does not exist."""
+    """Return the HTML of a run's report. Raises RunError if the run does not exist."""
     keys = RunKeys(run)
     record = read_run_record(store, keys)
     if record is None:

@@ -136,13 +136,12 @@ def print_run(store: Store, keys: RunKeys) -> None:
     drivers = describe_live_drivers(store, keys)
     num_rounds = int(latest_schedule_options(store, keys)["run.num_rollout"])
     num_done = sum(commit.kind == "step" for commit in commits)
+    state = "its starts were not recorded" if commits else "not started"
     if drivers:
         state = f"running: {drivers[0]}"
     elif starts:
         end = starts[-1][1]
         state = "its driver was killed" if end is None else end.outcome.lower()
-    else:
-        state = "its starts were not recorded" if commits else "not started"
     resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
     parent = record.parent
     rows: dict[str, str | Curve] = {
@@ -237,8 +236,8 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Curve]:
 
 
 def link_of_start(start: Start) -> str:
-    """Return a link to the Prefect page of a start of the run: on the server that it used or, if that server does not
-    answer, on another server of this user that has the flow run; "" if there is none."""
+    """Return a link to the Prefect page of a start, on the server that it used or another server of this user that has
+    the flow run; "" if no such server answers."""
     origin, _, flow_run = start.flow_run.rpartition("/runs/flow-run/")
     flow_run = flow_run if origin else start.flow_run
     own = [f"http://{HOST}:{port}" for port in ports_with_login()]

@@ -9,7 +9,7 @@ import csv
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ USAGE = """penstock query "SQL" [--run NAME ...] [--format table|csv|json|jsonl]
 
 Row = tuple[Any, ...]
 
+_FORMATS = ("table", "csv", "json", "jsonl")
 _TABLE_ROWS = 1000
 _TABLE_CELL = 60  # maximum width of a cell
 _BATCH = 1024  # rows fetched at once
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--file": True, "--format": True, "--limit": True})
     runs, store_argv = split_runs(rest)
     output_format = own.get("--format", "table")
-    if output_format not in _WRITERS:
-        raise OptionError(f"--format takes {', '.join(_WRITERS)}; found {short_repr(output_format)}")
+    if output_format not in _FORMATS:
+        raise OptionError(f"--format takes {', '.join(_FORMATS)}; found {short_repr(output_format)}")
     limit = parse_integer("--limit", own["--limit"]) if "--limit" in own else None
     if limit is None and output_format == "table":
         limit = _TABLE_ROWS
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
     rows = fetch_rows(cursor)
-    _WRITERS[output_format](columns, itertools.islice(rows, limit))
+    write_rows(output_format, columns, itertools.islice(rows, limit))
     if limit is not None and next(rows, None) is not None:
         print(f"only the first {limit} rows are printed; print more with --limit N", file=sys.stderr)
     return 0
@@ -89,12 +90,12 @@ def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     runs: list[str] = []
     others: list[str] = []
     for name, values in split_flags(argv):
-        if name != "--run":
-            others += [name, *values]
-        elif values:
+        if name == "--run" and not values:
+            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
+        if name == "--run":
             runs += values
         else:
-            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
+            others += [name, *values]
     return runs, others
 
 
@@ -105,10 +106,9 @@ def read_sql(positional: Sequence[str], file: str | None) -> str | None:
     if file is None and not positional:
         return None
     try:
-        if file is not None:
-            sql = read_file(file).decode("utf-8")
-        else:
-            sql = sys.stdin.read() if positional[0] == "-" else positional[0]
+        sql = positional[0] if file is None else read_file(file).decode("utf-8")
+        if sql == "-" and file is None:
+            sql = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise OptionError(f"{file or 'standard input'} is not UTF-8 text: pass SQL encoded in UTF-8") from error
     if not sql.strip():
@@ -141,8 +141,28 @@ def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
 
-def write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
-    values = list(rows)
+def write_rows(output_format: str, columns: Sequence[str], rows: Iterator[Row]) -> None:
+    """Print a result in one of _FORMATS."""
+    objects = (_to_json(dict(zip(columns, row, strict=True))) for row in rows)
+    if output_format == "table":
+        write_table(columns, list(rows))
+    elif output_format == "csv":
+        out = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # not escaped in a file or pipe
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([_to_text(value) for value in row] for row in rows)
+    elif output_format == "jsonl":
+        for each in objects:
+            print(each)
+    else:
+        separator = "["
+        for each in objects:
+            print(separator, each, sep="\n", end="")
+            separator = ","
+        print("[]" if separator == "[" else "\n]")
+
+
+def write_table(columns: Sequence[str], values: Sequence[Row]) -> None:
     cells = [[format_cell(value) for value in row] for row in (columns, *values)]
     widths = [max(cell_len(row[index]) for row in cells) for index in range(len(columns))]
     numbers = (int, float, Decimal, type(None))
@@ -163,13 +183,6 @@ def format_cell(value: Any) -> str:
     return text if cell_len(text) <= _TABLE_CELL else set_cell_size(text, _TABLE_CELL - 3) + "..."
 
 
-def write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
-    out = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # not escaped in a file or pipe
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_to_text(value) for value in row] for row in rows)
-
-
 def _to_text(value: Any) -> str:
     """Return a value as text: an empty text for NULL, JSON for lists, maps, structs and bytes."""
     if isinstance(value, (list, tuple, dict, bytes)):
@@ -177,38 +190,15 @@ def _to_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def write_json(columns: Sequence[str], rows: Iterator[Row]) -> None:
-    separator = "["
-    for row in rows:
-        print(separator, _to_json(dict(zip(columns, row, strict=True))), sep="\n", end="")
-        separator = ","
-    print("[]" if separator == "[" else "\n]")
-
-
-def write_jsonl(columns: Sequence[str], rows: Iterator[Row]) -> None:
-    for row in rows:
-        print(_to_json(dict(zip(columns, row, strict=True))))
-
-
 def _to_json(value: Any) -> str:
     """Return a value as JSON: bytes as base64, numbers that are not finite as "NaN" and "Infinity"."""
-    return to_json(_to_plain(value), inf_nan_mode="strings", bytes_mode="base64", fallback=str).decode()
 
+    def to_plain(item: Any) -> Any:
+        """Return a value with numbers of type Decimal replaced by floats."""
+        if isinstance(item, dict):
+            return {str(key): to_plain(value) for key, value in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [to_plain(each) for each in item]
+        return float(item) if isinstance(item, Decimal) else item
 
-def _to_plain(value: Any) -> Any:
-    """Return a value with numbers of type Decimal replaced by floats."""
-    if isinstance(value, Decimal):
-        return float(value)
-    if isinstance(value, dict):
-        return {str(key): _to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_plain(item) for item in value]
-    return value
-
-
-_WRITERS: dict[str, Callable[[Sequence[str], Iterator[Row]], None]] = {
-    "table": write_table,
-    "csv": write_csv,
-    "json": write_json,
-    "jsonl": write_jsonl,
-}
+    return to_json(to_plain(value), inf_nan_mode="strings", bytes_mode="base64", fallback=str).decode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.flows.config import validate_config
@@ -53,10 +52,16 @@ def main(argv: list[str]) -> int:
     """Run `penstock report --to`. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
     to = own["--to"]  # always given: without --to, `penstock report` runs another command
-    if to not in TRACKERS:
-        raise OptionError(f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}")
-    if "--tracking-uri" in own and to != "mlflow":
-        raise OptionError(f"--tracking-uri has no effect with --to {to}: leave it out")
+    for wrong, problem in (
+        (to not in TRACKERS, f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}"),
+        ("--tracking-uri" in own and to != "mlflow", f"--tracking-uri has no effect with --to {to}: leave it out"),
+        (
+            ("--all" in own) == bool(names),
+            "penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them",
+        ),
+    ):
+        if wrong:
+            raise OptionError(problem)
     of_tracker = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
     argv_of: dict[bool, list[str]] = {True: [], False: []}  # whether flags belong to the tracker -> their arguments
     for name, values in split_flags(rest):
@@ -65,7 +70,13 @@ def main(argv: list[str]) -> int:
     if "--tracking-uri" in own:
         given["mlflow_tracking_uri"] = own["--tracking-uri"]
     store = open_store(parse_store_options(argv_of[False], "report --to"), probe=False)
-    runs = _runs(store, names, all_runs="--all" in own)
+    runs = [check_run_name(name) for name in names]
+    if "--all" in own:
+        runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
+    if not runs:
+        raise RunError(f"store {store.uri} has no runs: give --store")
+    records = {name: read_run_record(store, RunKeys(name)) for name in runs}
+    runs.sort(key=lambda name: record.created_at if (record := records[name]) else 0.0)  # a run before its forks
     refused = [send_run(store, RunKeys(name), to, given) for name in runs]
     return 1 if any(refused) else 0
 
@@ -99,19 +110,6 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
     for refused_record, reason in refused[:_MAX_SHOWN]:
         print(f"  refused by {title}: {redact(f'{refused_record.key}: {reason}')[:300]}", file=sys.stderr)
     return len(refused)
-
-
-def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
-    """Return the names of the runs to send, the oldest first, so that a tracker gets a run before its forks."""
-    if all_runs == bool(names):
-        raise OptionError("penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them")
-    runs = [check_run_name(name) for name in names]
-    if all_runs:
-        runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
-        if not runs:
-            raise RunError(f"store {store.uri} has no runs: give --store")
-    records = {name: read_run_record(store, RunKeys(name)) for name in runs}
-    return sorted(runs, key=lambda name: record.created_at if (record := records[name]) else 0.0)
 
 
 def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any]) -> str:

@@ -68,14 +68,15 @@ _ASSETS = {
 def main(argv: list[str]) -> int:
     """Run the command. Return 0 after the end of the run (--terminal); otherwise it ends by Ctrl-C."""
     positional, own, rest = split_args(argv, {"--port": True, "--terminal": False})
-    if len(positional) > 1:
-        raise OptionError(f"penstock watch takes at most one run, not {len(positional)}: leave out the others")
-    run = positional[0] if positional else ""
+    run = "".join(positional[:1])
     port = parse_integer("--port", own.get("--port", "0"))
-    if not 0 <= port < 1 << 16:
-        raise OptionError(f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one")
-    if "--terminal" in own and not run:
-        raise OptionError("penstock watch --terminal shows one run: give its name")
+    for wrong, problem in (
+        (len(positional) > 1, f"penstock watch takes at most one run, not {len(positional)}: leave out the others"),
+        (port >= 1 << 16, f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one"),
+        ("--terminal" in own and not run, "penstock watch --terminal shows one run: give its name"),
+    ):
+        if wrong:
+            raise OptionError(problem)
     if run:
         opened = [store_with_run(rest, run)]
     else:
@@ -106,11 +107,8 @@ def main(argv: list[str]) -> int:
 def store_with_run(argv: list[str], run: str) -> Store:
     """Return the store that has a run, by the store options `argv`. A run that was just started writes its record after
     some seconds, so wait up to a minute for it. Raises RunError if the run does not exist."""
-
-    def open_it() -> Store:
-        return open_store(parse_store_options(with_store_of_run(argv, run), "watch"), probe=False)
-
-    store, keys, deadline = open_it(), RunKeys(run), time.monotonic() + NEW_RUN_SECONDS
+    keys, deadline = RunKeys(run), time.monotonic() + NEW_RUN_SECONDS
+    store = open_store(parse_store_options(with_store_of_run(argv, run), "watch"), probe=False)
     if not is_run_name(run):
         raise unknown_run_error(store, run)
     try:
@@ -118,7 +116,7 @@ def store_with_run(argv: list[str], run: str) -> Store:
             show_wait(f"waiting up to {NEW_RUN_SECONDS:.0f} s for run {run}, which store {store.uri} does not have yet")
             while not store.exists(keys.record) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
-                store = open_it()
+                store = open_store(parse_store_options(with_store_of_run(argv, run), "watch"), probe=False)
     finally:
         end_wait()
     read_existing_record(store, keys)

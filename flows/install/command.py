@@ -174,8 +174,9 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
             f"Python {found} found, Penstock needs 3.11 or 3.12: create the environment with one of them"
         )
     names = ("cpu" if kind == "cpu" else "gpu", *extras)
-    target = [f"{PROJECT}[{','.join(names)}]=={version(PROJECT)}"] if source is None else []
-    if source is not None:
+    if source is None:
+        target = [f"{PROJECT}[{','.join(names)}]=={version(PROJECT)}"]
+    else:
         target = ["--editable", f"{source}[{','.join(names)}]"]
     index = ("--index-url", torch_index) if torch_index else ()
     pins = read_lock(lock)
@@ -185,14 +186,8 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
         installed = source is None or find_distribution(PROJECT, Path(sysconfig.get_path("purelib"))) is not None
         return ([] if installed else [f"{PROJECT}: not installed"]) + missing_requirements(names, source, pins)
 
-    def missing_torchvision() -> list[str]:
-        installed = find_distribution("torchvision", sglang_site())
-        if installed is None or is_partly_installed(installed) or installed.version.partition("+")[0] != TORCHVISION:
-            return [f"torchvision {TORCHVISION}: not in {sglang_site()}"]
-        return []
-
     steps = [
-        Step("pip", lambda: _problems({"pip": f">={PIP}"}), ("--upgrade", f"pip>={PIP}")),
+        Step("pip", lambda: installation_problems({"pip": f">={PIP}"}), ("--upgrade", f"pip>={PIP}")),
         Step(f"torch {TORCH}", lambda: missing_torch(kind), (f"torch=={TORCH}", *index)),
         Step(
             f"penstock, ray, prefect, mlflow, megatron-core ({', '.join(names)})",
@@ -205,12 +200,12 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
         steps += [
             Step(
                 f"sglang {SGLANG['sglang']}",
-                lambda: _problems(exact),
+                lambda: installation_problems(exact),
                 ("--no-deps", *(name + pin for name, pin in exact.items())),
             ),
             Step(
                 "torchvision, in a folder for SGLang",
-                missing_torchvision,
+                lambda: installation_problems({"torchvision": f"=={TORCHVISION}"}, sglang_site()),
                 ("--no-deps", "--upgrade", "--target", str(sglang_site()), f"torchvision=={TORCHVISION}", *index),
             ),
         ]
@@ -225,19 +220,13 @@ def sglang_site() -> Path:
 def missing_torch(kind: str) -> list[str]:
     """Return a line that says what is wrong with torch (missing, another version, or a build for the other `kind`); an
     empty list if nothing is."""
-    if problems := _problems({"torch": f"=={TORCH}"}):
-        return problems
-    found = version("torch")
+    problems = installation_problems({"torch": f"=={TORCH}"})
+    found = "" if problems else version("torch")
     if kind == "cuda" and found.endswith("+cpu"):
-        return [f"torch: {found} is a build without CUDA (use a new environment)"]
-    if kind == "cpu" and re.search(r"\+cu\d", found):
-        return [f"torch: {found} is a build for CUDA (use a new environment)"]
-    return []
-
-
-def _problems(specifiers: dict[str, str]) -> list[str]:
-    found = [installation_problem(name, specifier) for name, specifier in specifiers.items()]
-    return [problem for problem in found if problem]
+        problems = [f"torch: {found} is a build without CUDA (use a new environment)"]
+    elif kind == "cpu" and re.search(r"\+cu\d", found):
+        problems = [f"torch: {found} is a build for CUDA (use a new environment)"]
+    return problems
 
 
 def run_step(step: Step, log: Path) -> None:
@@ -354,8 +343,11 @@ def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mappi
             visited.update((name, extra) for extra in new)
             pending += [_requirement(text) for extra in new for text in of_extra[extra]]
             continue
-        if problem := installation_problem(name, str(requirement.specifier), pins.get(name)):
-            lines[name] = problem
+        problems = installation_problems({name: str(requirement.specifier)})
+        if not problems and name in pins and (found := version(name)).partition("+")[0] != pins[name]:
+            problems = [f"{name}: {found} found, {pins[name]} in the lock file"]
+        if problems:
+            lines[name] = problems[0]
             continue
         for extra in {"", *requirement.extras}:
             if (name, extra) not in visited:
@@ -365,30 +357,26 @@ def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mappi
     return sorted(lines.values())
 
 
-def installation_problem(name: str, specifier: str, pin: str | None = None) -> str:
-    """Return how the installed package differs from the required versions (`specifier`: ">=2.60,<3", or "" for any) or
-    from the version in the lock file (`pin`), for example "ray: not installed"; "" if it does not differ."""
-    installed = find_distribution(name)
-    if installed is None:
-        return f"{name}: not installed"
-    if is_partly_installed(installed):
-        return f"{name}: installed in part (the installation was interrupted)"
-    if not _requirement(f"{name}{specifier}").specifier.contains(installed.version, prereleases=True):
-        return f"{name}: {installed.version} found, {specifier} needed"
-    if pin is not None and installed.version.partition("+")[0] != pin:
-        return f"{name}: {installed.version} found, {pin} in the lock file"
-    return ""
+def installation_problems(specifiers: Mapping[str, str], folder: Path | None = None) -> list[str]:
+    """Return one line for each package that is not installed as required, such as "ray: not installed". `specifiers`:
+    package -> required versions, ">=2.60,<3" or "" for any; `folder`: where they are looked up, by default on the
+    import path."""
+    problems = []
+    for name, specifier in specifiers.items():
+        installed = find_distribution(name, folder)
+        if installed is None:
+            problems.append(f"{name}: not installed")
+        elif installed.read_text("INSTALLER") is None:  # an installer writes this file last
+            problems.append(f"{name}: installed in part (the installation was interrupted)")
+        elif not _requirement(f"{name}{specifier}").specifier.contains(installed.version, prereleases=True):
+            problems.append(f"{name}: {installed.version} found, {specifier} needed")
+    return problems
 
 
 def find_distribution(name: str, folder: Path | None = None) -> Distribution | None:
     """Return the installed package `name`, looked up in `folder` (None: on the import path); None if there is none."""
     path = sys.path if folder is None else [str(folder)]
     return next(iter(Distribution.discover(name=name, path=path)), None)
-
-
-def is_partly_installed(installed: Distribution) -> bool:
-    """Return whether the installation of a package was interrupted. An installer writes the file INSTALLER last."""
-    return installed.read_text("INSTALLER") is None
 
 
 def normalize(name: str) -> str:

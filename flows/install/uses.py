@@ -52,12 +52,7 @@ class Targets:
     mlflow_tracking_uri: str | None = None
 
 
-@dataclass(frozen=True)
-class Lack:
-    """One thing that is missing for a planned use."""
-
-    found: str  # what is missing, or was found instead
-    remedy: str  # a command that adds it, or what to do
+Lack = tuple[str, str]  # what is missing for a planned use, or was found instead; how to add it
 
 
 @dataclass
@@ -72,16 +67,14 @@ class Use:
     def needs(self, fulfilled: object, found: str, remedy: str) -> None:
         """Record that something is missing, and how to add it, unless the condition `fulfilled` holds."""
         if not fulfilled:
-            self.lacks.append(Lack(found, remedy))
+            self.lacks.append((found, remedy))
 
 
 def check_demo(targets: Targets) -> Use:
     """Check the packages and the memory, disk and shared memory for the demo."""
     use = Use("demo", f"{penstock_command()} demo", lacks=missing_packages("cuda" if has_cuda() else "cpu"))
-    memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
-    use.needs(memory >= 6 * GIB, f"{memory / GIB:.1f} GiB of memory free", "close programs: the demo needs up to 8 GiB")
-    use.needs(disk >= 2 * GIB, f"{disk / GIB:.1f} GiB of disk free here", "free 2 GiB, or change the directory")
-    use.needs(shared >= GIB // 2, f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=8g")
+    for what, free, needed, remedy in demo_resources():
+        use.needs(free >= needed, f"{what}: {free:.1f} GiB", remedy)
     return use
 
 
@@ -113,13 +106,11 @@ def check_several_nodes(targets: Targets) -> Use:
     use.needs(by_token and has_token, "no token for Ray in the environment", TOKEN_COMMAND)
     connected = any(stats.isup and name != "lo" for name, stats in psutil.net_if_stats().items())
     use.needs(connected, "no network interface besides loopback", "connect the machine to the nodes' network")
+    problem = "no Ray cluster was given" if targets.ray_address is None else ray_problem(targets.ray_address)
+    remedy = f"ray start --head --port 6379  # there; ray start --address {address} on the others"
     if targets.ray_address is None:
         remedy = f"ray start --head --port 6379; {penstock_command()} doctor --ray-address HOST:6379"
-        use.needs(False, "no Ray cluster was given", remedy)
-    else:
-        problem = ray_problem(targets.ray_address)
-        remedy = f"ray start --head --port 6379  # there; ray start --address {address} on the others"
-        use.needs(not problem, problem, remedy)
+    use.needs(not problem, problem, remedy)
     remedy = "use an object store, or mount the directory on every node under the same path"
     use.needs(targets.store is None or "://" in store, f"--store {store} is a local directory", remedy)
     return use
@@ -130,16 +121,20 @@ def check_s3(targets: Targets) -> Use:
     store = targets.store if targets.store is not None and targets.store.store.startswith("s3://") else None
     uri = store.store if store is not None else "s3://BUCKET/runs"
     use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=store is not None)
-    use.lacks += missing_packages_of_extra("s3")
+    if lines := missing_requirements(["s3"], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu"))):
+        use.lacks.append(("; ".join(lines[:2]), f"{penstock_command()} setup --with s3"))
     if store is not None and not use.lacks:
         try:
             open_store(store)
         except PenstockError as error:
             remedy = "check the bucket and the credentials; for other servers: --store-options endpoint_url=URL"
-            use.lacks.append(Lack(str(error)[:200], remedy))
-    elif not has_credentials():
+            use.lacks.append((str(error)[:200], remedy))
+    elif not (
+        any(os.environ.get(name) for name in CREDENTIALS)
+        or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
+    ):
         remedy = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...  # unless the machine has an IAM role"
-        use.lacks.append(Lack("no credentials in the environment or ~/.aws", remedy))
+        use.lacks.append(("no credentials in the environment or ~/.aws", remedy))
     return use
 
 
@@ -149,12 +144,17 @@ def check_mlflow_server(targets: Targets) -> Use:
     command = f"{penstock_command()} train --mlflow-tracking-uri {redact(uri) or 'http://HOST:5000'} ..."
     use = Use("MLflow server", command, required=targets.mlflow_tracking_uri is not None)
     server = "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db"
+    problem = "MLFLOW_TRACKING_URI does not name a server"
+    remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
     if uri.startswith(("http://", "https://")):
-        problem = mlflow_problem(uri)
-        use.needs(not problem, problem, f"{server}  # there")
-    else:
-        remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
-        use.needs(False, "MLFLOW_TRACKING_URI does not name a server", remedy)
+        parts, problem, remedy = urlsplit(uri), "", f"{server}  # there"
+        host = parts.netloc.rpartition("@")[2]  # only the host is printed: the URI may contain a password
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            opener.open(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health", timeout=10).close()
+        except (OSError, ValueError) as error:
+            problem = f"the MLflow server at {host} does not answer ({error})"
+    use.needs(not problem, problem, remedy)
     return use
 
 
@@ -178,24 +178,28 @@ def missing_packages(kind: str) -> list[Lack]:
     if not lines:
         return []
     more = f", and {len(lines) - 2} more" if len(lines) > 2 else ""
-    return [Lack("; ".join(lines[:2]) + more, f"{penstock_command()} setup --{kind}")]
+    return [("; ".join(lines[:2]) + more, f"{penstock_command()} setup --{kind}")]
 
 
-def missing_packages_of_extra(extra: str) -> list[Lack]:
-    """Return which packages of an extra of penstock-rl are missing, as one `Lack`; an empty list if none is."""
-    lines = missing_requirements([extra], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu")))
-    return [Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with {extra}")] if lines else []
+def demo_resources() -> list[tuple[str, float, float, str]]:
+    """Return the resources of this machine that the demo needs: (name, free GiB, needed GiB, what to do if less is
+    free)."""
+    memory, disk = psutil.virtual_memory().available / GIB, shutil.disk_usage(".").free / GIB
+    return [
+        ("free memory", memory, 6.0, "the demo needs up to 8 GiB: close programs"),
+        ("free disk here", disk, 2.0, "the demo needs about 1 GiB: delete files or change the directory"),
+        (
+            "shared memory",
+            shared_memory() / GIB,
+            0.5,
+            "Ray and weight publishing need /dev/shm: docker run --shm-size=8g",
+        ),
+    ]
 
 
 def shared_memory() -> int:
     """Return the free bytes of /dev/shm; 0 if it does not exist."""
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-
-
-def has_credentials() -> bool:
-    """Return whether AWS credentials are in the environment or in ~/.aws. IAM roles of the machine are not checked."""
-    named = any(os.environ.get(name) for name in CREDENTIALS)
-    return named or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
 
 
 def ray_problem(address: str) -> str:
@@ -214,16 +218,3 @@ def ray_problem(address: str) -> str:
         return f"the Ray cluster at {address} cannot be used: {reason[:160]}"
     nodes, gpus = result.stdout.split()[-2:]
     return "" if int(nodes) > 1 else f"the Ray cluster at {address} has one node and {gpus} GPUs"
-
-
-def mlflow_problem(uri: str) -> str:
-    """Return why the MLflow server at `uri` cannot be used; "" if it answers. The text contains only the host, because
-    the URI may contain a password."""
-    parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health", timeout=10):
-            return ""
-    except (OSError, ValueError) as error:
-        return f"the MLflow server at {host} does not answer ({error})"

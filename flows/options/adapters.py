@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 
 def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: ParentRecord | None) -> EngineOptions:
     """Return the engine options with the LoRA adapters that the engines load; unchanged if they load none, for instance
-    because the engines get merged weights. Raises OptionError if --lora-publish adapter is not possible.
-
-    Args:
-        options: options of the engines.
-        config: config of the run.
-        parent: the run and round from which this run was forked; None if it is not a fork.
-    """
+    because the engines get merged weights. `parent` is the run and round from which this run was forked, None if it is
+    not a fork. Raises OptionError if --lora-publish adapter is not possible."""
     train, run = config.train, config.run
     if train.lora is None or train.lora.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
         return options
-    if train.lora.lora_publish is None and (options.external or calls_engines_itself(config)):
+    # Requests of user-defined functions may not name an adapter, and would then be answered by the base model.
+    rollout = config.rollout
+    functions = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
+    calls_engines_itself = any(path not in (None, BUILT_IN_EVALUATION) for path in functions)
+    if train.lora.lora_publish is None and (options.external or calls_engines_itself):
         return options
     if reason := reason_against_adapters(config, options, parent):
         if train.lora.lora_publish == "adapter":
-            raise _adapters_error(reason)
+            raise OptionError(f"--lora-publish adapter is not possible: {reason}; use --lora-publish merged")
         return options
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     adapters = ServedAdapters(
@@ -46,14 +45,6 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
         max_versions=run.max_staleness + 2 if run.streams else 1,
     )
     return replace(options, adapters=adapters, in_flight=None)
-
-
-def calls_engines_itself(config: PostTrainConfig) -> bool:
-    """Return whether user-defined functions send requests to the engines. Such requests may not name an adapter, and
-    would then be answered by the base model."""
-    rollout = config.rollout
-    paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
-    return any(path not in (None, BUILT_IN_EVALUATION) for path in paths)
 
 
 def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:
@@ -86,21 +77,12 @@ def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) ->
 
 def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRecord) -> None:
     """Check that a fork with --lora-publish adapter trains its adapters on the model that engines load at their start.
-    Raises OptionError.
-
-    Args:
-        flow: flow of the fork.
-        config: config of the fork.
-        parent: the run and round from which it is forked.
-    """
+    Raises OptionError. `flow` and `config` are those of the fork, `parent` is the run and round from which it is
+    forked."""
     has_engines = flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
     publish = config.train.lora and config.train.lora.lora_publish
     if has_engines and publish == "adapter" and (reason := describe_other_base(config, parent)):
-        raise _adapters_error(reason)
-
-
-def _adapters_error(reason: str) -> OptionError:
-    return OptionError(f"--lora-publish adapter is not possible: {reason}; use --lora-publish merged")
+        raise OptionError(f"--lora-publish adapter is not possible: {reason}; use --lora-publish merged")
 
 
 def adapter_of_version(

@@ -32,9 +32,15 @@ def check_addresses(config: PostTrainConfig) -> None:
     check_url("--opd-teacher-url", rollout.opd_teacher_url, HTTP)
     for name, url in rollout.opd_teacher_urls.items():
         check_url(f"--opd-teacher-urls {name}", url, HTTP)
-    check_ray_address("--ray-address", run.ray_address)
+    of_ray = {"--ray-address": run.ray_address}
     if run.ray_address == "auto":
-        check_ray_address("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
+        of_ray["RAY_ADDRESS"] = os.environ.get("RAY_ADDRESS")
+    for name, address in of_ray.items():
+        match = _RAY.fullmatch(address or "auto")
+        if match is None or not 0 < int(match["port"] or 1) < 1 << 16:
+            raise OptionError(
+                f"{name} {short_repr(address or '')} is not an address: give auto, HOST:PORT or ray://HOST:PORT"
+            )
     check_prometheus_port(run.prometheus_port)
 
 
@@ -52,16 +58,6 @@ def check_url(name: str, value: str | None, schemes: Sequence[str]) -> None:
         raise OptionError(
             f"{name} {short_repr(value or '')} is not a URL: give one that begins with "
             f"{' or '.join(f'{scheme}://' for scheme in schemes if scheme)}, with a host and, if needed, a port"
-        )
-
-
-def check_ray_address(name: str, value: str | None) -> None:
-    """Check that the value of the option or variable `name`, if it is set, is the address of a Ray cluster. Raises
-    OptionError."""
-    match = _RAY.fullmatch(value or "auto")
-    if match is None or not 0 < int(match["port"] or 1) < 1 << 16:
-        raise OptionError(
-            f"{name} {short_repr(value or '')} is not an address: give auto, HOST:PORT or ray://HOST:PORT"
         )
 
 

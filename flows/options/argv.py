@@ -45,16 +45,16 @@ def split_args(
             (rest if in_rest else positional).append(argument)
             continue
         in_rest = False
-        if name in values:
-            raise OptionError(f"{name} is given twice: give it once")
-        if not own_flag_takes_value[name] and equals:
-            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(value)}")
-        if own_flag_takes_value[name] and not equals:
-            if not remaining or remaining[0].startswith("--"):
-                raise OptionError(f"{name} needs a value: give one after it")
+        takes_value = own_flag_takes_value[name]
+        if takes_value and not equals and remaining and not remaining[0].startswith("--"):
             value = remaining.pop(0)
-        if own_flag_takes_value[name] and not value.strip():
-            raise OptionError(f"{name} needs a value; found {value!r}")
+        for wrong, problem in (
+            (name in values, "is given twice: give it once"),
+            (equals and not takes_value, f"is a switch and takes no value; found {short_repr(value)}"),
+            (takes_value and not value.strip(), "needs a value: give one after it"),
+        ):
+            if wrong:
+                raise OptionError(f"{name} {problem}")
         values[name] = value
     return positional, values, rest
 
@@ -70,16 +70,14 @@ def parse_run_argument(command: str, positional: Sequence[str]) -> str:
 def check_run_name(name: str, flag: str = "") -> str:
     """Check that `name` is a valid run name, and return it. `flag` is the flag that gave it, for the error message."""
     # Imported here, because `penstock setup` imports this module before the packages of `storage` are installed.
-    from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
+    from penstock.storage.commit import MAX_RUN_NAME, is_run_name
 
-    what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
-    if not re.fullmatch(RUN_NAME, name):
+    if not is_run_name(name):
+        what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
         raise RunError(
-            f"{what} is not a valid run name: use letters, digits, dot, dash and underscore, "
-            "and begin with a letter or a digit"
+            f"{what} is not a valid run name: use at most {MAX_RUN_NAME} letters, digits, dots, dashes and "
+            "underscores, and begin with a letter or a digit"
         )
-    if len(name) > MAX_RUN_NAME:
-        raise RunError(f"{what} has {len(name)} characters: a run name has at most {MAX_RUN_NAME}; shorten it")
     return name
 
 

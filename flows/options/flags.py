@@ -58,23 +58,15 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
     """
     for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
-            if name not in penstock_flags() and not name.startswith(engine_prefixes()):
-                raise OptionError(describe_unknown_flag(name, STORE_FLAGS))
-            raise OptionError(
-                f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
-            )
-    values = parse_values(argv).get("run", {})
-    names = [name.removeprefix("--").replace("-", "_") for name in STORE_FLAGS]
-    return validate_config({"run": {name: values[name] for name in names if name in values}}).run
+            is_known = name in penstock_flags() or name.startswith(engine_prefixes())
+            problem = f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
+            raise OptionError(problem if is_known else describe_unknown_flag(name, STORE_FLAGS))
+    return store_options_from_values(parse_values(argv))
 
 
 def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Values:
-    """Return section -> option -> value from a command line and its `--config` files, not validated.
-
-    Args:
-        argv: the command line.
-        base_values: values that the files and flags update in place; default: an empty dict.
-    """
+    """Return section -> option -> value from a command line and its `--config` files, not validated. The files and
+    flags update `base_values` in place, if it is given."""
     values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
     for name, args in occurrences:
@@ -86,7 +78,15 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     for name, args in occurrences:
         if name != "--config":
             apply_flag(values, name, args, options_set)
-    check_engine_flags(values, [name for name, _ in occurrences])
+    engine = values.get("rollout", {}).get("engine", DEFAULT)
+    for name, _ in occurrences:
+        program = name.removeprefix("--").partition("-")[0]
+        is_passed_on = name.startswith(engine_prefixes()) and name not in penstock_flags()
+        if is_passed_on and program not in ("router", engine):
+            raise OptionError(
+                f"{name} is an option of --engine {program}, but --engine is {engine}: omit {name}, or give --engine "
+                f"{program}"
+            )
     apply_custom_config(values)
     return values
 
@@ -178,14 +178,13 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             flags.append((name.replace("_", "-"), [value] if equals else []))
-        elif word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
-            raise OptionError(
-                f"{short_repr(word)} is not a flag: write it with two hyphens (ASCII 45) and a name, --name value"
-            )
-        elif flags:
-            flags[-1][1].append(word)
-        else:
-            raise OptionError(f"{short_repr(word)} is before the first flag: write options as --name value")
+            continue
+        problem = "" if flags else "is before the first flag: write options as --name value"
+        if word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
+            problem = "is not a flag: write it with two hyphens (ASCII 45) and a name, --name value"
+        if problem:
+            raise OptionError(f"{short_repr(word)} {problem}")
+        flags[-1][1].append(word)
     return flags
 
 
@@ -221,7 +220,7 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
             apply_flag(values, flag, words, options_set)
     elif name in own and " ".join([name, *args]) not in ACCEPTED:
         apply_own_flag(values, name, args, options_set)
-    elif positive in own and (section_model(own[positive][2]) or _has_type(own[positive][2].annotation, bool)):
+    elif positive in own and (section_model(own[positive][2]) or bool in member_types(own[positive][2].annotation)):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
         section, key, field = own[positive]
@@ -239,11 +238,11 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
     """Set the option of one of Penstock's flags in `values`; the arguments are those of `apply_flag`."""
     section, key, field = penstock_flags()[name]
     target = create_section(values, section)
+    if section_model(field) and parse_value(name, bool, args):
+        create_section(target, key)
+        return
     if section_model(field):
-        if parse_value(name, bool, args):
-            create_section(target, key)
-        else:
-            target[key] = None
+        target[key] = None
         return
     if name != flag_of_field(key):
         log_once(name, f"means {flag_of_field(key)}")
@@ -271,20 +270,6 @@ def name_engine_option(flag: str) -> tuple[str, str]:
     return ("router" if program == "router" else "engine_options"), key
 
 
-def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
-    """Check that every flag with the prefix of an engine has the prefix of the engine that --engine selects. Raises
-    OptionError."""
-    engine = values.get("rollout", {}).get("engine", DEFAULT)
-    for flag in flags:
-        if flag.startswith(engine_prefixes()) and flag not in penstock_flags():
-            other = flag.removeprefix("--").partition("-")[0]
-            if other not in ("router", engine):
-                raise OptionError(
-                    f"{flag} is an option of --engine {other}, but --engine is {engine}: omit {flag}, or give --engine "
-                    f"{other}"
-                )
-
-
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
     hint = did_you_mean(name, known) or ": `penstock train --help-all` lists them"
@@ -306,31 +291,26 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
     """Return the arguments of the flag `name` as a bool, list, dict, text or None, depending on the type of the option
     (`annotation`). Pydantic checks the value later and converts numbers."""
-    if _has_type(annotation, bool):
-        text = " ".join(args)
-        if args and text.lower() not in ("true", "false"):
-            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(text)}")
+    kinds, text, problem = member_types(annotation), " ".join(args), ""
+    [item] = typing.get_args(kinds.get(list)) or [None]
+    size = len(typing.get_args(item)) if typing.get_origin(item) is tuple else 1  # NAME PATH pairs
+    if bool in kinds and args and text.lower() not in ("true", "false"):
+        problem = f"is a switch and takes no value; found {short_repr(text)}"
+    elif bool not in kinds and not args:
+        problem = "needs a value: give one after it"
+    elif list in kinds and len(args) % size:
+        problem = f"takes {size} values at a time (NAME PATH); found {short_repr(text)}"
+    elif not kinds.keys() & {bool, list, dict} and len(args) > 1:
+        problem = f"takes one value; found {short_repr(text)}"
+    if problem:
+        raise OptionError(f"{name} {problem}")
+    if bool in kinds:
         return not args or text.lower() == "true"
-    if not args:
-        raise OptionError(f"{name} needs a value: give one after it")
-    lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
-    if lists:
-        return parse_list(name, typing.get_args(lists[0])[0], args)
-    if _has_type(annotation, dict):
+    if list in kinds:
+        return args if size == 1 else [args[i : i + size] for i in range(0, len(args), size)]
+    if dict in kinds:
         return parse_dict(name, args)
-    if len(args) > 1:
-        raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")
-    return None if args[0].lower() == "none" else args[0]
-
-
-def parse_list(name: str, item: Any, args: list[str]) -> list[Any]:
-    """Return the value of a list option: one item per argument, or per group of arguments if items are tuples."""
-    if typing.get_origin(item) is not tuple:
-        return list(args)
-    size = len(typing.get_args(item))  # NAME PATH pairs
-    if len(args) % size:
-        raise OptionError(f"{name} takes {size} values at a time (NAME PATH); found {short_repr(' '.join(args))}")
-    return [args[i : i + size] for i in range(0, len(args), size)]
+    return None if text.lower() == "none" else text
 
 
 def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
@@ -343,24 +323,18 @@ def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
                 f"{name} takes a JSON object or key=value pairs; the JSON is malformed ({str(error)[:80]}): correct it"
             ) from None
         return value
-    pairs = [arg.partition("=") for arg in args]
-    if bad := [word for word, equals, _ in pairs if not equals]:
-        raise OptionError(f"{name} takes key=value pairs; found {short_repr(bad[0])}")
-    if any(not key for key, _, _ in pairs):
-        raise OptionError(f"{name} takes key=value pairs; found one without a key: {short_repr(' '.join(args))}")
-    return {key: parse_literal([value]) for key, _, value in pairs}
+    for arg in args:
+        if "=" not in arg[1:]:
+            raise OptionError(f"{name} takes key=value pairs; found {short_repr(arg)}")
+    return {key: parse_literal([value]) for key, _, value in (arg.partition("=") for arg in args)}
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union type; for any other type the type itself."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
-
-
-def _has_type(annotation: Any, kind: type) -> bool:
-    """Return whether `kind`, or `kind[...]`, is the annotation or a member of its union."""
-    return any(option is kind or typing.get_origin(option) is kind for option in _union_members(annotation))
+def member_types(annotation: Any) -> dict[Any, Any]:
+    """Return the members of a union type, or the type itself, by their class: `list[int] | None` -> {list: list[int],
+    NoneType: NoneType}."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    return {typing.get_origin(member) or member: member for member in members}
 
 
 def parse_literal(args: list[str]) -> Any:

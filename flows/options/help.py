@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,10 @@ _PROGRAMS = (
     "Flags of Megatron-core are accepted unchanged, flags of an engine with its name as prefix (--ENGINE-NAME), flags "
     "of its router as --router-NAME."
 )
+_REFERENCE = (
+    "The page options.html of the site that `make docs` builds lists every name, including those that are accepted "
+    "without effect and those that are refused."
+)
 _RESUME = (
     "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs, memory "
     "options and time limits may change."
@@ -129,25 +133,20 @@ def search_help(command: str, word: str) -> str:
         others = [other for other, ours in OTHER_NAMES.items() if flag in ours.split()]
         about = " ".join((field.description or "").split())
         options.append((flag, f"{flag}{_default(field)}", " ".join([*field_meta(field).aliases, *others]), about))
-    found: list[tuple[int, str]] = []  # rank, text about an option
+    found: list[tuple[int, list[str]]] = []  # rank, lines about an option
     for flag, title, other_names, about in options:
         if wanted in f"{flag} {other_names}" or wanted in re.sub(r"[\W_]+", "-", about.lower()):
             rank = 0 if wanted in flag else 1 if wanted in other_names else 2
-            found.append((rank, _describe_option(title, about)))
+            found.append((rank, [f"  {title}", *_wrap(about, " " * 6)]))
     found.sort(key=lambda each: each[0])
     count = "1 option" if len(found) == 1 else f"{len(found)} options"
     title = f"{count} of penstock {command} about {word!r}:" if found else f"no option is about {word!r}"
-    return "\n".join([title, *(text for _, text in found)])
+    return "\n".join([title, *(line for _, lines in found for line in lines)])
 
 
 def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str:
-    """Return the --help-all text of a command: its usage, and all options by section with their defaults.
-
-    Args:
-        command: name on the command line.
-        usage: text above the options.
-        may_change_only: list only the options that a resumed run may change.
-    """
+    """Return the --help-all text of a command: its usage, and all options by section with their defaults, or only those
+    that a resumed run may change (`may_change_only`)."""
     lines = [usage, "", "OPTIONS OF PENSTOCK, in a file below [section]"]
     section = ""
     for owner, name, field in list_options():
@@ -157,14 +156,17 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
             section = owner
             lines += ["", f"[{section}]", *(_wrap(about_section(section), "  ") if section in SWITCHES else [])]
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
-        lines.append(_describe_option(f"{spellings}{_default(field)}", field.description or ""))
-    others = _wrap(_PROGRAMS) if may_change_only else _other_families()
-    return "\n".join([*lines, "", *others, *_wrap(_RESUME)])
-
-
-def _describe_option(title: str, about: str) -> str:
-    """Return the lines about an option in a long help text."""
-    return "\n".join([f"  {title}", *_wrap(about, " " * 6)])
+        lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
+    lines.append("")
+    if may_change_only:
+        lines += _wrap(_PROGRAMS)
+    else:
+        for engine in BACKENDS:
+            backend = engine_backend(engine)
+            where = f"with the prefix --{engine}- (in a file below [rollout.engine_options])"
+            lines += ["", f"OPTIONS OF {backend.title.upper()}, {where}", "", *_wrap(backend.help, "  "), ""]
+        lines += _wrap(_REFERENCE)
+    return "\n".join([*lines, *_wrap(_RESUME)])
 
 
 def about_section(section: str) -> str:
@@ -174,26 +176,15 @@ def about_section(section: str) -> str:
     return f"{SECTIONS[section].__doc__} {about}"
 
 
-def _other_families() -> Iterator[str]:
-    """Yield help lines about the flags that are passed to engines, and about the page that lists all names."""
-    for name in BACKENDS:
-        backend = engine_backend(name)
-        yield ""
-        where = f"with the prefix --{name}- (in a file below [rollout.engine_options])"
-        yield f"OPTIONS OF {backend.title.upper()}, {where}"
-        yield from ("", *_wrap(backend.help, "  "), "")
-    yield from _wrap(
-        "The page options.html of the site that `make docs` builds lists every name, including those that are accepted "
-        "without effect and those that are refused."
-    )
-
-
 def flow_usage(command: str) -> str:
     """Return what --help-all prints above the options of a run for a command of `SHORT`: its usage, what it does, and
     the options of the command itself."""
     usage = [f"penstock {command} [--config FILE.toml|RECIPE] [options]", "", *_wrap(SHORT[command].what, "  ")]
     usage += ["", *_wrap(SHORT[command].see_also, "  ")] if SHORT[command].see_also else []
-    return "\n".join([*usage, "", *(_describe_option(*entry) for entry in COMMAND_OPTIONS.values())])
+    usage.append("")
+    for title, about in COMMAND_OPTIONS.values():
+        usage += [f"  {title}", *_wrap(about, " " * 6)]
+    return "\n".join(usage)
 
 
 def first_sentence(text: str) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.storage.commit import RunKeys
@@ -17,10 +16,22 @@ _SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 
 def find_nearby_stores(directory: Path | None = None) -> list[str]:
     """Return the paths of the store that contains a directory (default: the working directory) and of the stores below
-    it. Stores below it have paths relative to the directory. Hidden directories and symbolic links are skipped."""
+    it. Stores below it have paths relative to the directory. Hidden directories and symbolic links are skipped, and
+    upper levels are searched first."""
     start = (directory or Path.cwd()).absolute()
-    found = [path for path in start.parents if _is_store(path)][:1]
-    found += sorted(path for path in islice(_directories(start), MAX_DIRECTORIES) if _is_store(path))
+    stores: list[Path] = []
+    level, num_searched = [start], 0
+    for depth in range(MAX_DEPTH + 1):
+        level = level[: MAX_DIRECTORIES - num_searched]
+        num_searched += len(level)
+        of_level = [path for path in level if _is_store(path)]
+        stores += of_level
+        if depth < MAX_DEPTH:
+            level = [
+                child for path in level if path == start or path not in of_level for child in _subdirectories(path)
+            ]
+    around = [path for path in start.parents if _is_store(path)][:1]
+    found = around + sorted(stores)
     return [os.path.relpath(path, start) if path.is_relative_to(start) else str(path) for path in found]
 
 
@@ -41,15 +52,6 @@ def with_store_of_run(argv: Sequence[str], run: str) -> list[str]:
     if len(stores) > 1:
         raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")
     return [*argv, *(argument for store in stores for argument in ("--store", store))]
-
-
-def _directories(start: Path) -> Iterator[Path]:
-    """Yield a directory and its subdirectories, upper levels first, without subdirectories of stores."""
-    level = [start]
-    for depth in range(MAX_DEPTH + 1):
-        yield from level
-        if depth < MAX_DEPTH:
-            level = [child for path in level if path == start or not _is_store(path) for child in _subdirectories(path)]
 
 
 def _subdirectories(path: Path) -> list[Path]:

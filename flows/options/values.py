@@ -24,27 +24,23 @@ MAX_DEPTH = 32  # of nested lists and tables
 
 
 def check_value(name: str, value: Any, field: FieldInfo) -> None:
-    """Check the raw value of one option before pydantic validates and converts it.
-
-    Args:
-        name: flag of the option, for error messages.
-        value: raw value from a flag, a TOML file, the record of a run or the parameters of a Prefect flow run.
-        field: pydantic field of the option.
-
-    Raises:
-        OptionError: the value is a boolean for a number, not finite, beyond 64 bits, empty text or not valid text.
-    """
+    """Check the raw value of the option with the flag `name`, from whatever source, before pydantic validates and
+    converts it. Raises OptionError if it is a boolean for a number, not finite, beyond 64 bits, empty text or not valid
+    text."""
     kinds = leaf_types(field.annotation)
+    takes_number, takes_text = bool(kinds & {int, float}), str in kinds
+    problem = ""
     for item in value if isinstance(value, list) else [value]:
-        if kinds & {int, float} and bool not in kinds and isinstance(item, bool):
-            raise OptionError(f"{name} takes a number; found {str(item).lower()}")
-    if isinstance(value, str):
-        if kinds & {int, float} and str not in kinds:
-            check_number_text(name, value)
-        if str in kinds and not value.strip() and field.default != "":
-            raise OptionError(f"{name} needs a value; found {value!r}")
-    elif isinstance(value, list) and str in kinds and Any not in kinds and any(item == "" for item in value):
-        raise OptionError(f"{name} has an empty value: give a value, or leave the option out")
+        if takes_number and bool not in kinds and isinstance(item, bool):
+            problem = f"takes a number; found {str(item).lower()}"
+    if isinstance(value, str) and takes_number and not takes_text:
+        problem = describe_number_problem(value)
+    elif isinstance(value, str) and takes_text and not value.strip() and field.default != "":
+        problem = f"needs a value; found {value!r}"
+    elif isinstance(value, list) and takes_text and Any not in kinds and "" in value:
+        problem = "has an empty value: give a value, or leave the option out"
+    if problem:
+        raise OptionError(f"{name} {problem}")
     check_nested_values(name, value, 0)
 
 
@@ -61,53 +57,53 @@ def leaf_types(annotation: Any) -> set[Any]:
     return {annotation}
 
 
-def check_number_text(name: str, text: str) -> None:
-    """Check that a number that is given as text is finite and within 64 bits. Raises OptionError."""
+def describe_number_problem(text: str) -> str:
+    """Return what is wrong with a number that is given as text: not finite, or beyond 64 bits; "" if it is neither.
+    Pydantic reports a text that is not a number."""
     try:
-        finite = math.isfinite(float(text))
+        number = float(text)
     except ValueError:
-        return  # pydantic reports it
-    if not finite and not re.fullmatch(r"\s*[+-]?[0-9_.]+\s*", text):
-        raise OptionError(f"{name} takes a finite number; found {short_repr(text)}")
-    if re.fullmatch(r"\s*[+-]?[0-9_]+\s*", text) and abs(float(text)) > MAX_INTEGER:
-        raise OptionError(f"{name} takes a number of at most {MAX_INTEGER}; found {short_repr(text)}")
+        return ""
+    if not math.isfinite(number) and not re.fullmatch(r"\s*[+-]?[0-9_.]+\s*", text):
+        return f"takes a finite number; found {short_repr(text)}"
+    if re.fullmatch(r"\s*[+-]?[0-9_]+\s*", text) and abs(number) > MAX_INTEGER:
+        return f"takes a number of at most {MAX_INTEGER}; found {short_repr(text)}"
+    return ""
 
 
 def check_nested_values(name: str, value: Any, depth: int) -> None:
     """Check that all values in nested lists and dicts are finite numbers within 64 bits, valid texts, or booleans.
     Raises OptionError, also for a date and for more than MAX_DEPTH levels; `depth` is the level of `value`."""
+    problem = describe_problem(value)
     if depth > MAX_DEPTH:
-        raise OptionError(f"{name} has values nested more than {MAX_DEPTH} levels deep: use fewer levels")
+        problem = f"has values nested more than {MAX_DEPTH} levels deep: use fewer levels"
+    if problem:
+        raise OptionError(f"{name} {problem}")
     if isinstance(value, dict):
         for key, item in value.items():
             check_nested_values(name, key, depth + 1)
-            check_nested_values(describe_nested_flag(name, key), item, depth + 1)
+            # An engine's or router's option is written `--ENGINE-KEY`, an entry of another option `--name KEY`.
+            shown = short_repr(str(key))[1:-1]
+            of_program = name.removeprefix("--") in ("router", *BACKENDS)
+            flag = f"{name}-{shown.replace('_', '-')}" if of_program else f"{name} {shown}"
+            check_nested_values(flag, item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
             check_nested_values(name, item, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise OptionError(f"{name} takes a finite number; found {value}")
-    elif isinstance(value, int) and abs(value) > MAX_INTEGER:
-        raise OptionError(f"{name} takes a number of at most {MAX_INTEGER}; found one with {value.bit_length()} bits")
-    elif isinstance(value, str):
-        check_option_text(name, value)
-    elif type(value).__module__ == "datetime":
-        raise OptionError(f"{name} does not take a date or a time; found {value}")
 
 
-def describe_nested_flag(name: str, key: Any) -> str:
-    """Return how the entry `key` of the dict option `name` is written on the command line, for error messages: as
-    `--ENGINE-KEY` for an engine's or router's option, else as `--name KEY`."""
-    key = short_repr(str(key))[1:-1]
-    dashed = key.replace("_", "-")
-    return f"{name}-{dashed}" if name.removeprefix("--") in ("router", *BACKENDS) else f"{name} {key}"
-
-
-def check_option_text(name: str, text: str) -> None:
-    """Check that a text has no NUL character, is valid Unicode and is not too long. Raises OptionError."""
-    if "\0" in text:
-        raise OptionError(f"{name} has a NUL character in {short_repr(text)}: remove it")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise OptionError(f"{name} is not valid UTF-8: {short_repr(text)}; correct its encoding")
-    if len(text) > MAX_CHARACTERS:
-        raise OptionError(f"{name} has {len(text)} characters: give at most {MAX_CHARACTERS}")
+def describe_problem(value: Any) -> str:
+    """Return why no option can have a number or text as its value, or in its value; "" if one can."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"takes a finite number; found {value}"
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return f"takes a number of at most {MAX_INTEGER}; found one with {value.bit_length()} bits"
+    if isinstance(value, str) and "\0" in value:
+        return f"has a NUL character in {short_repr(value)}: remove it"
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        return f"is not valid UTF-8: {short_repr(value)}; correct its encoding"
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        return f"has {len(value)} characters: give at most {MAX_CHARACTERS}"
+    if type(value).__module__ == "datetime":
+        return f"does not take a date or a time; found {value}"
+    return ""

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import zoneinfo
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,11 @@ def main(argv: list[str]) -> int:
         )
     if not positional:
         return deploy_all(prefect_api.ensure_prefect_api())
-    flow = flow_module_name(positional[0])
+    try:
+        flow = Flow(positional[0])
+    except ValueError:
+        hint = did_you_mean(positional[0], [*Flow]) or f": the flows are {', '.join(Flow)}"
+        raise OptionError(f"unknown flow {positional[0]!r}{hint}") from None
     if "--name" not in own:
         raise OptionError(
             "--name is missing: name the deployment, e.g. "
@@ -132,17 +137,16 @@ def deploy_all(address: str) -> int:
             f"{source} does not exist: without a checkout deploy one flow at a time, e.g. "
             "penstock deploy train --name nightly"
         )
-    deployments = {}  # title -> entry of prefect.yaml
-    for entry in yaml.safe_load(source.read_text(encoding="utf-8"))["deployments"]:
-        flow = entry["entrypoint"].rpartition(".")[2].replace("_", "-")
-        deployments[f"{flow}/{entry['name']}"] = entry
-    new = {
-        title: entry for title, entry in deployments.items() if not ("schedules" in entry and deployment_exists(title))
-    }
-    ensure_pool(POOL)
+    outcomes = {}  # title -> what happens to the deployment
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy"]
-    for entry in new.values():
-        command += ["--name", f"{entry['entrypoint']}/{entry['name']}"]  # Prefect's name of a module-path entrypoint
+    for entry in yaml.safe_load(source.read_text(encoding="utf-8"))["deployments"]:
+        title = f"{entry['entrypoint'].rpartition('.')[2].replace('_', '-')}/{entry['name']}"
+        if "schedules" in entry and deployment_exists(title):
+            outcomes[title] = "exists already, unchanged"
+        else:
+            outcomes[title] = "deployed"
+            command += ["--name", f"{entry['entrypoint']}/{entry['name']}"]  # Prefect's name of the entrypoint
+    ensure_pool(POOL)
     login = PREFECT_API_AUTH_STRING.value()
     environment = {**os.environ, "PREFECT_API_URL": address, **({"PREFECT_API_AUTH_STRING": login} if login else {})}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -150,8 +154,8 @@ def deploy_all(address: str) -> int:
         print(f"penstock: prefect deploy failed:\n{(result.stdout + result.stderr).strip()[-3000:]}", file=sys.stderr)
         return 1
     ensure_zombie_automation(address)
-    for title in deployments:
-        print(f"  {title:<22} {'deployed' if title in new else 'exists already, unchanged'}")
+    for title, outcome in outcomes.items():
+        print(f"  {title:<22} {outcome}")
     print(
         f"on the Prefect server {address}. To start one, give its options as JSON by section (run, convert, rollout, "
         "train, eval, debug):  "
@@ -162,19 +166,17 @@ def deploy_all(address: str) -> int:
 
 def deployment_exists(title: str) -> bool:
     """Return whether the deployment `flow/name` exists."""
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_deployment_by_name(title)
-        except ObjectNotFound:
-            return False
-    return True
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        client.read_deployment_by_name(title)
+        return True
+    return False
 
 
 def parse_schedule(own: dict[str, str]) -> Any:
     """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron."""
+    if "--cron" not in own and "--timezone" in own:
+        raise OptionError("--timezone has no effect without --cron: add --cron, or leave out --timezone")
     if "--cron" not in own:
-        if "--timezone" in own:
-            raise OptionError("--timezone has no effect without --cron: add --cron, or leave out --timezone")
         return None
     cron, timezone = own["--cron"], own.get("--timezone", "UTC")
     try:
@@ -187,22 +189,9 @@ def parse_schedule(own: dict[str, str]) -> Any:
         ) from error
 
 
-def flow_module_name(flow: str) -> Flow:
-    """Return the flow of a name: `train` -> Flow.TRAIN. Raises OptionError for an unknown flow."""
-    try:
-        return Flow(flow)
-    except ValueError:
-        known = flow_names()
-        raise OptionError(
-            f"unknown flow {flow!r}{did_you_mean(flow, known) or ': the flows are ' + ', '.join(known)}"
-        ) from None
-
-
 def start_command(title: str, address: str) -> str:
-    """Return the shell command that starts a run of the deployment `title` (flow/name) and watches it.
-
-    The command sets PREFECT_API_URL, unless this process has PREFECT_PROFILES_PATH.
-    """
+    """Return the shell command that starts a run of the deployment `title` (flow/name) and watches it. It sets
+    PREFECT_API_URL, unless this process has PREFECT_PROFILES_PATH."""
     prefix = "" if "PREFECT_PROFILES_PATH" in os.environ else f"PREFECT_API_URL={address} "
     return f"{prefix}prefect deployment run '{title}' --watch"
 
@@ -213,11 +202,8 @@ def start_command(title: str, address: str) -> str:
 def ensure_pool(name: str) -> None:
     """Create a work pool of type process unless one of that name exists."""
     template = ProcessWorker.get_default_base_job_template()
-    with get_client(sync_client=True) as client:
-        try:
-            client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-        except ObjectAlreadyExists:
-            return
+    with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
 
 
 def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEOUT, name: str = AUTOMATION) -> None:
@@ -230,7 +216,7 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
         expect={"prefect.flow-run.*"},  # heartbeats and states
         match={"prefect.resource.id": ["prefect.flow-run.*"]},
         # Only our flows: those of other packages on the same server may send heartbeats less often.
-        match_related={"prefect.resource.role": "flow", "prefect.resource.name": [*flow_names(), "replay"]},
+        match_related={"prefect.resource.role": "flow", "prefect.resource.name": [*map(str, Flow), "replay"]},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
@@ -280,8 +266,3 @@ def replace_automation(name: str, automation: AutomationCore | None) -> None:
             client.update_automation(existing[0].id, automation)
         else:
             client.create_automation(automation)
-
-
-def flow_names() -> list[str]:
-    """Return the names of the flows."""
-    return list(map(str, Flow))

@@ -88,40 +88,37 @@ def up_main(argv: list[str]) -> int:
     """Run `penstock up`. Return the exit code: 0 after Ctrl-C, SIGTERM or `penstock down`, 1 if a service failed."""
     flags: dict[str, list[str]] = {}
     for name, values in split_flags(argv):
-        if name not in UP_FLAGS:
-            raise OptionError(describe_unknown_flag(name, UP_FLAGS))
-        if bool(values) == (name == "--detach"):
-            raise OptionError(f"{name} {'takes no value' if values else 'needs a value'}")
+        problem = "" if name in UP_FLAGS else describe_unknown_flag(name, UP_FLAGS)
+        if not problem and bool(values) == (name == "--detach"):
+            problem = f"{name} {'takes no value' if values else 'needs a value'}"
+        if problem:
+            raise OptionError(problem)
         flags.setdefault(name, []).extend(values)
     if (running := read_up()) is not None:
         print(f"`penstock up` runs already (process {running.pid}); `penstock down` ends it")
         print_links(running)
-        if missing := [
-            store for store in flags.get("--store", []) if Store(store, probe=False).uri not in running.pages
-        ]:
-            raise OptionError(
-                f"it does not show --store {missing[0]}: run `penstock down`, then `penstock up` with all"
-            )
+        for path in flags.get("--store", []):
+            if Store(path, probe=False).uri not in running.pages:
+                raise OptionError(f"it does not show --store {path}: run `penstock down`, then `penstock up` with all")
         return 0
     if "--detach" in flags:
         return detach([word for word in argv if word != "--detach"])
-    ports = {name: parse_integer(f"--{name}-port", flags[f"--{name}-port"][-1]) if f"--{name}-port" in flags else None
-             for name in ("prefect", "mlflow")}  # fmt: skip
-    prefect_port = choose_port("prefect", ports["prefect"], PREFECT_PORT)
+    requested_prefect, requested_mlflow = (
+        parse_integer(name, flags[name][-1]) if name in flags else None for name in ("--prefect-port", "--mlflow-port")
+    )
+    prefect_port = choose_port("prefect", requested_prefect, PREFECT_PORT)
     databases: dict[str, str] = {}  # store -> tracking URI
+    mlflow_ports: dict[str, int] = {}  # store -> port of our server
     try:
         for path in flags.get("--store") or [default_store()]:
             store = Store(path, probe=False)
-            databases[store.uri] = tracking_uri(store)
-            if not databases[store.uri].startswith("http"):
-                update_artifact_paths(Path(databases[store.uri].removeprefix("sqlite:///")), TrackedRun.experiment)
+            database = databases[store.uri] = tracking_uri(store)
+            if not database.startswith("http") and store.uri not in mlflow_ports:
+                update_artifact_paths(Path(database.removeprefix("sqlite:///")), TrackedRun.experiment)
+                requested = None if mlflow_ports and requested_mlflow else requested_mlflow
+                mlflow_ports[store.uri] = choose_port("mlflow", requested, MLFLOW_PORT)
     except sqlite3.OperationalError as error:
         raise OptionError(f"--store {path}: its MLflow database cannot be read ({error})") from error
-    mlflow_ports: dict[str, int] = {}  # store -> port of our server
-    for store_uri, database in databases.items():
-        if not database.startswith("http"):
-            requested = None if mlflow_ports and ports["mlflow"] else ports["mlflow"]
-            mlflow_ports[store_uri] = choose_port("mlflow", requested, MLFLOW_PORT)
     with lock_up():
         return run_services(prefect_port, databases, mlflow_ports)
 
@@ -140,27 +137,19 @@ def lock_up() -> Iterator[None]:
 
 def default_store() -> str:
     """Return the store around the working directory that was used last, or the default of --store."""
-
-    def last_used(store: str) -> float:
-        return max((path.stat().st_mtime for path in (Path(store) / "mlflow").glob("mlflow.db*")), default=0.0)
-
-    stores = find_nearby_stores()
-    if len(stores) > 1:
-        print(f"{len(stores)} stores are here: {', '.join(stores)}; give --store for each that is to be shown")
-    return max(stores, key=last_used, default=RunConfig().store)
+    last_used = {
+        store: max((path.stat().st_mtime for path in (Path(store) / "mlflow").glob("mlflow.db*")), default=0.0)
+        for store in find_nearby_stores()
+    }
+    if len(last_used) > 1:
+        print(f"{len(last_used)} stores are here: {', '.join(last_used)}; give --store for each that is to be shown")
+    return max(last_used, key=last_used.__getitem__, default=RunConfig().store)
 
 
 def run_services(prefect_port: int, databases: dict[str, str], mlflow_ports: dict[str, int]) -> int:
-    """Start the services, print their links, and restart services that die, until Ctrl-C or SIGTERM.
-
-    Args:
-        prefect_port: of the Prefect server.
-        databases: store -> its tracking URI.
-        mlflow_ports: store -> port of our MLflow server, which shows the store's database.
-
-    Returns:
-        the exit code: 0 after Ctrl-C or SIGTERM, 1 if a service did not start or died too often.
-    """
+    """Start the services, print their links, and restart services that die, until Ctrl-C or SIGTERM. Return the exit
+    code: 0 after such a stop, 1 if a service did not start or died too often. `databases`: store -> its tracking URI;
+    `mlflow_ports`: store -> port of our MLflow server, which shows the store's database."""
     logs = service_directory(prefect_port)
     mlflow = [mlflow_server(port, databases[store], service_directory(port)) for store, port in mlflow_ports.items()]
     tracked = {f"http://{HOST}:{mlflow_ports[s]}" if s in mlflow_ports else uri for s, uri in databases.items()}

@@ -126,6 +126,7 @@ def import_script(path: Path) -> Recipe:
     ]
     translate_flags(recipe, argv)
     adapt(recipe)
+    adapt_files(recipe)
     recipe.config = validate_config(recipe.values)
     recipe.dropped += [
         f"{name}: set in the environment of this command, not in the script" for name in sorted(script.from_environment)
@@ -153,11 +154,8 @@ def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
     script sources, and of the checkpoint in `argv`. Raises ModelError."""
     names = [Path(source).stem for source in script.sourced if "models/" in source]
     checkpoints = [Path(word).name for flag, word in pairwise(argv) if flag == "--hf-checkpoint"]
-    refused = [
-        name
-        for name in names
-        if not UNKNOWN.search(name) and (not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name))
-    ]
+    names = [name for name in names if not UNKNOWN.search(name)]
+    refused = [name for name in names if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name)]
     for name in refused or [name for name in checkpoints if OTHER_ARCHITECTURE.search(name)]:
         raise ModelError(
             f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
@@ -221,37 +219,19 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
 
 
 def adapt(recipe: Recipe) -> None:
-    """Change values that slime accepts but Penstock's checks would refuse. Each changed value gets a comment."""
-    for name in ("run", "train", "rollout", "debug", "eval"):
-        recipe.values.setdefault(name, {})
-    adapt_run(recipe)
-    adapt_rollout(recipe)
-    debug = recipe.values["debug"]
-    for name in ("save_debug_rollout_data", "save_debug_train_data"):
-        if (path := debug.get(name)) and "{rollout_id}" not in path:
-            debug[name] = str(Path(path).with_stem(Path(path).stem + "_{rollout_id}"))
-            recipe.comments["debug", name] = "one file for each round"
-    read_files(recipe)
-
-
-def adapt_run(recipe: Recipe) -> None:
-    """Give the run a name. If the script runs train_async.py, let the run generate one rollout ahead."""
-    run = recipe.values["run"]
-    if recipe.values["train"].get("loss_type") == "sft_loss":
-        for name in {"debug_train_only", "async_buffer_size", "async_mode"} & run.keys():
+    """Change values that slime accepts but Penstock's checks would refuse, name the run, and let a run of
+    train_async.py generate one rollout ahead. Each changed value gets a comment."""
+    run, train, rollout = (recipe.values.setdefault(name, {}) for name in ("run", "train", "rollout"))
+    ahead = {"async_buffer_size", "async_mode"}
+    if train.get("loss_type") == "sft_loss":
+        for name in (ahead | {"debug_train_only"}) & run.keys():
             recipe.dropped.append(f"{flag_of_field(name)} {run.pop(name)}: SFT has no engines")
-    elif recipe.program == "train_async.py" and not {"async_buffer_size", "async_mode"} & run.keys():
+    elif recipe.program == "train_async.py" and not ahead & run.keys():
         run["async_buffer_size"] = 1
         recipe.comments["run", "async_buffer_size"] = "train_async.py generates one rollout ahead"
     if not run.get("run") and not run.get("save"):
         run["run"] = re.sub(r"[^A-Za-z0-9._-]", "-", recipe.script.stem)
         recipe.comments["run", "run"] = "the script has no --save, which names the run"
-
-
-def adapt_rollout(recipe: Recipe) -> None:
-    """Move the address of the teacher's server from --rm-url to its own option, and let engines with deterministic
-    inference sample with seeds, as slime does."""
-    rollout = recipe.values["rollout"]
     if entries_of(recipe.values, "train.opd").get("opd_type") == "engine" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
@@ -262,24 +242,28 @@ def adapt_rollout(recipe: Recipe) -> None:
             recipe.comments["rollout", "rm_type"] = "the teacher's log-probs are the only training signal"
     if rollout.get("engine_options", {}).get("enable_deterministic_inference"):
         rollout.setdefault("rollout_sampling_seeds", True)
-        recipe.comments["rollout", "rollout_sampling_seeds"] = (
-            "slime does so with --sglang-enable-deterministic-inference"
+        comment = "slime does so with --sglang-enable-deterministic-inference"
+        recipe.comments["rollout", "rollout_sampling_seeds"] = comment
+
+
+def adapt_files(recipe: Recipe) -> None:
+    """Give each round a file of its own in the paths for debugging data, read the file of --custom-config-path, and
+    leave out paths of option files that do not exist here."""
+    debug, evals = (recipe.values.setdefault(name, {}) for name in ("debug", "eval"))
+    for name in ("save_debug_rollout_data", "save_debug_train_data"):
+        if (path := debug.get(name)) and "{rollout_id}" not in path:
+            debug[name] = str(Path(path).with_stem(Path(path).stem + "_{rollout_id}"))
+            recipe.comments["debug", name] = "one file for each round"
+    path = debug.get("custom_config_path")
+    if path and Path(path).is_file():
+        recipe.dropped.append(f"--custom-config-path {path}: its options are in this file")
+        apply_custom_config(recipe.values)
+    elif path:
+        del debug["custom_config_path"]
+        recipe.dropped.append(
+            f"--custom-config-path {path}: does not exist here; give it to `penstock train` as a flag, or write "
+            "its keys below [rollout.plugin_args]"
         )
-
-
-def read_files(recipe: Recipe) -> None:
-    """Read the file of --custom-config-path, and leave out paths of option files that do not exist here."""
-    debug, evals = recipe.values["debug"], recipe.values["eval"]
-    if path := debug.get("custom_config_path"):
-        if Path(path).is_file():
-            recipe.dropped.append(f"--custom-config-path {path}: its options are in this file")
-            apply_custom_config(recipe.values)
-        else:
-            del debug["custom_config_path"]
-            recipe.dropped.append(
-                f"--custom-config-path {path}: does not exist here; give it to `penstock train` as a flag, or write "
-                "its keys below [rollout.plugin_args]"
-            )
     if (path := evals.get("eval_config")) and not Path(path).is_file():
         del evals["eval_config"]
         interval = evals.pop("eval_interval", None)
@@ -302,6 +286,7 @@ def format_recipe(recipe: Recipe) -> str:
         lines.append(f"# Environment variables that the script exports, not applied: {', '.join(recipe.environment)}")
     lines += [f"# Dropped: {format_comment(line)}" for line in dict.fromkeys(recipe.dropped)]
     values = recipe.config.model_dump(mode="json", exclude_none=True)
+    written: dict[str, dict[str, Any]] = {}  # TOML table -> its entries
     for section in SECTIONS:
         entries = {name: value for name, value in entries_of(recipe.values, section).items() if value is not None}
         dumped = entries_of(values, section)
@@ -312,17 +297,17 @@ def format_recipe(recipe: Recipe) -> str:
         tables = {name: table for name, table in tables.items() if f"{section}.{name}" not in SECTIONS}
         is_added = section in SWITCHES and option_value(recipe.config, *section.rsplit(".", 1)) is not None
         if plain or is_added:
-            lines += ["", f"[{section}]", *(format_line(recipe, section, name, plain[name]) for name in plain)]
+            written[section] = plain
         for name, table in tables.items():
-            path, given = f"{section}.{name}", {key: value for key, value in table.items() if value is not None}
-            if given:
-                lines += ["", f"[{path}]", *(format_line(recipe, path, key, given[key]) for key in given)]
+            if given := {key: value for key, value in table.items() if value is not None}:
+                written[f"{section}.{name}"] = given
+    for path, entries in written.items():
+        lines += ["", f"[{path}]"]
+        for name, value in entries.items():
+            comment = recipe.comments.get((path, name))
+            lines.append(f"{format_key(name)} = {format_value(value)}")
+            lines[-1] += f"  # {format_comment(comment)}" if comment else ""
     return "\n".join(lines) + "\n"
-
-
-def format_line(recipe: Recipe, section: str, name: str, value: Any) -> str:
-    comment = recipe.comments.get((section, name))
-    return f"{format_key(name)} = {format_value(value)}" + (f"  # {format_comment(comment)}" if comment else "")
 
 
 def format_key(key: str) -> str:

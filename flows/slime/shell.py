@@ -23,7 +23,7 @@ from penstock.storage.disk import read_file
 
 MAX_BYTES = 1 << 20
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-_BLOCK_ENDS = {"fi": "if", "done": "do", "esac": "case", "}": "{"}
+_BLOCK_ENDS = {"fi", "done", "esac", "}"}
 MAX_NUMBERS = 10_000  # maximum length of a sequence from `seq`
 _SCRIPT_PATH = re.compile(r"\$0|\$\{0\}|\$\{?BASH_SOURCE(\[0\])?\}?")
 _QUOTES = "\u201c\u201d\u2018\u2019"  # typographic quotes, which are no quotes for bash; they are removed around words
@@ -31,8 +31,10 @@ _QUOTES = "\u201c\u201d\u2018\u2019"  # typographic quotes, which are no quotes 
 
 @dataclass
 class Script:
-    """The commands and sourced files of a script."""
+    """The commands and sourced files of a script, and what is needed to read them."""
 
+    find_source: Callable[[str], Path | None]
+    environment: Mapping[str, str]
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
@@ -40,33 +42,6 @@ class Script:
     sourced: list[str] = field(default_factory=list)  # paths of `source`, with variables replaced, in order
     not_found: list[str] = field(default_factory=list)  # sourced paths that do not exist here
     from_environment: set[str] = field(default_factory=set)  # variables whose value comes from `environment`
-
-
-def read_script(
-    path: Path, find_source: Callable[[str], Path | None], environment: Mapping[str, str] | None = None
-) -> Script:
-    """Read a script and the files that it sources.
-
-    Args:
-        path: the script.
-        find_source: function that returns the file for a path after `source` in the script, or None if there is none.
-        environment: variables that the script may read without setting them.
-
-    Raises:
-        ValueError: a file is not UTF-8 text, or is longer than MAX_BYTES.
-    """
-    reader = _Reader(find_source, environment or {})
-    reader.read(path)
-    return reader.script
-
-
-@dataclass
-class _Reader:
-    """Reads a script and the files that it sources into `script`."""
-
-    find_source: Callable[[str], Path | None]
-    environment: Mapping[str, str]
-    script: Script = field(default_factory=Script)
     path: Path = Path()  # the file that is being read
     depth: int = 0  # 1 for the script, 2 for a file that it sources, ...
 
@@ -114,37 +89,37 @@ class _Reader:
         return None
 
     def read_command(self, statement: str) -> None:
-        """Record an assignment or a command in `script`, or read the file that a `source` names."""
-        script, words = self.script, statement
+        """Record an assignment or a command, or read the file that a `source` names."""
+        words = statement
         if match := re.match(r"(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*(?=[A-Za-z_])", words):
             if words.startswith("export"):
-                script.exported |= set(re.findall(rf"(?:^|\s)({NAME})=", words))
+                self.exported |= set(re.findall(rf"(?:^|\s)({NAME})=", words))
             words = words[match.end() :]
         while match := re.match(rf"({NAME})(\+?)=(\()?", words):
             name, adds, is_array = match[1], bool(match[2]), bool(match[3])
             end = end_of_value(words, match.end(), ")" if is_array else None)
             values = list(self.expand_words(words[match.end() : end]))
             if is_array:
-                script.arrays[name] = [*(script.arrays.get(name, []) if adds else []), *values]
+                self.arrays[name] = [*(self.arrays.get(name, []) if adds else []), *values]
             else:
-                script.variables[name] = (script.variables.get(name, "") if adds else "") + " ".join(values)
+                self.variables[name] = (self.variables.get(name, "") if adds else "") + " ".join(values)
             words = words[end + is_array :].strip()
         expanded = list(self.expand_words(words))
         if expanded[:1] in (["source"], ["."]) and len(expanded) > 1 and self.depth < 8:
-            script.sourced.append(expanded[1])
+            self.sourced.append(expanded[1])
             if path := self.find_source(expanded[1]):
                 self.read(path)
             else:
-                script.not_found.append(expanded[1])
+                self.not_found.append(expanded[1])
         elif expanded:
-            script.commands.append(expanded)
+            self.commands.append(expanded)
 
     def expand_words(self, text: str) -> Iterator[str]:
         """Yield the words of a text, without quotes and with variables replaced. `${ARRAY[@]}` and `$(seq ...)` become
         any number of words."""
         for raw in split_words(text):
             if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\](?:[:+-].*)?\}}\"?", raw, re.DOTALL):
-                yield from self.script.arrays.get(match[1], [])
+                yield from self.arrays.get(match[1], [])
             elif raw.startswith("$(seq "):
                 yield from self.expand(raw).split("\n")
             elif re.fullmatch(r"\$[@*]", raw.strip('"')):
@@ -180,9 +155,7 @@ class _Reader:
         of the script); `<...>` if it is not known."""
         unknown = f"<{expansion.lstrip('$').strip('{}')}>"
         if expansion.startswith("$((") and expansion.endswith("))"):
-            formula = re.sub(
-                rf"\$?\{{?({NAME})\}}?", lambda match: self.script.variables.get(match[1], "x"), expansion[3:-2]
-            )
+            formula = re.sub(rf"\$?\{{?({NAME})\}}?", lambda match: self.variables.get(match[1], "x"), expansion[3:-2])
             return compute(formula) or unknown
         if expansion.startswith(("$(", "`")):
             words = list(split_words(expansion.removeprefix("$").strip("`").removeprefix("(").removesuffix(")")))
@@ -194,10 +167,10 @@ class _Reader:
         if match is None:
             return unknown
         name, default = match[1], match[2].removesuffix("}") if match[2] is not None else None
-        if name in self.script.variables:
-            return self.script.variables[name]
+        if name in self.variables:
+            return self.variables[name]
         if name in self.environment:
-            self.script.from_environment.add(name)
+            self.from_environment.add(name)
             return self.environment[name]
         return unknown if default is None else self.expand(default)
 
@@ -222,6 +195,24 @@ class _Reader:
             "echo": str,
         }
         return functions[name](arguments[0]) if name in functions and len(arguments) == 1 else None
+
+
+def read_script(
+    path: Path, find_source: Callable[[str], Path | None], environment: Mapping[str, str] | None = None
+) -> Script:
+    """Read a script and the files that it sources.
+
+    Args:
+        path: the script.
+        find_source: function that returns the file for a path after `source` in the script, or None if there is none.
+        environment: variables that the script may read without setting them.
+
+    Raises:
+        ValueError: a file is not UTF-8 text, or is longer than MAX_BYTES.
+    """
+    script = Script(find_source, environment or {})
+    script.read(path)
+    return script
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Checks that hold for every run, on a CPU and on a GPU."""
+"""Checks that hold for every run, on a CPU and on a GPU, and commands in the process of a test."""
 
 from collections.abc import Callable
 
 import pytest
 
+from penstock.flows import cli
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
@@ -23,3 +24,17 @@ def agrees() -> Callable[..., None]:
             assert kl < 1e-8 if r == 0 else kl > 1e-6, f"round {r}: KL {kl}"
 
     return check
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `penstock` in this process and checks its exit code. Returns its output, or its errors if it fails."""
+
+    def run(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        exit_code = cli.main(words)
+        out, err = capsys.readouterr()
+        assert exit_code == code, err
+        return err if code else out
+
+    return run

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -123,9 +123,21 @@ def until(what: Callable[[], Any], log: Path) -> Any:
     return found
 
 
+class Up(NamedTuple):
+    """A running `penstock up`."""
+
+    api: str  # of its Prefect server
+    process: psutil.Process
+    log: Path
+
+    def child(self, part: str) -> psutil.Process:
+        """Return the child process that has `part` in its command line."""
+        return next(child for child in self.process.children() if part in child.cmdline())
+
+
 @pytest.fixture(scope="module")
-def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process, Path]]:
-    """`penstock up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
+def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """`penstock up`. At the end it is killed, and nothing outlives it."""
     home = tmp_path_factory.mktemp("up")
     shutil.copytree(prefect_home, home / "prefect")
     command = [sys.executable, "-m", "penstock", "up", "--store", str(home / "store")]
@@ -143,7 +155,7 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert process.poll() is None, text
         for link in re.findall(r"http://\S+", text)[:2]:
             assert b"<html" in OPENER.open(link.split("#")[0], timeout=30).read().lower()
-        yield re.findall(r"Prefect +(http://[^/]+)", text)[0] + "/api", psutil.Process(process.pid), log
+        yield Up(re.findall(r"Prefect +(http://[^/]+)", text)[0] + "/api", psutil.Process(process.pid), log)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
         process.send_signal(signal.SIGKILL)
@@ -168,23 +180,21 @@ def mlflow_of(log: Path) -> tuple[str, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def login(up: tuple[str, psutil.Process, Path]) -> str:
-    return tomllib.loads(profile_of(up[2]).read_text())["profiles"]["penstock"]["PREFECT_API_AUTH_STRING"]
+def login(up: Up) -> str:
+    return tomllib.loads(profile_of(up.log).read_text())["profiles"]["penstock"]["PREFECT_API_AUTH_STRING"]
 
 
 @pytest.fixture(scope="module")
-def client(up: tuple[str, psutil.Process, Path], login: str) -> Iterator[SyncPrefectClient]:
+def client(up: Up, login: str) -> Iterator[SyncPrefectClient]:
     with (
-        temporary_settings({PREFECT_API_URL: up[0], PREFECT_API_AUTH_STRING: login}),
+        temporary_settings({PREFECT_API_URL: up.api, PREFECT_API_AUTH_STRING: login}),
         get_client(sync_client=True) as client,
     ):
         yield client
 
 
 @pytest.fixture(scope="module")
-def deployed(
-    up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+def deployed(up: Up, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """`penstock deploy sft --name nightly ...`, from a folder that is not the checkout; paths are relative to it."""
     folder = tmp_path_factory.mktemp("work")
     add_rows(folder / "data.jsonl", 0, 48)
@@ -195,8 +205,8 @@ def deployed(
         "--store-options key=env:STORE_KEY_OF_A_TEST"
     ).split()
     words += ["--cron", "0 2 * * *"]
-    out = penstock_deploy(up[2], folder, words)
-    assert up[0] in out and "Run it now:  prefect deployment run 'sft/nightly' --watch" in out
+    out = penstock_deploy(up.log, folder, words)
+    assert up.api in out and "Run it now:  prefect deployment run 'sft/nightly' --watch" in out
     return "sft/nightly", folder
 
 
@@ -244,9 +254,7 @@ def status(url: str, body: dict | None = None, **headers: str) -> int:
 
 
 @pytest.mark.integration
-def test_prefect_refuses_foreign_hosts_origins_and_callers_without_login(
-    up: tuple[str, psutil.Process, Path], login: str
-) -> None:
+def test_prefect_refuses_foreign_hosts_origins_and_callers_without_login(up: Up, login: str) -> None:
     api, _, log = up
     root, port = api.removesuffix("/api"), api.split(":")[2].removesuffix("/api")
     basic = {"Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
@@ -266,17 +274,17 @@ def test_prefect_refuses_foreign_hosts_origins_and_callers_without_login(
     assert stat.S_IMODE(profile_of(log).stat().st_mode) == 0o600
     assert login not in log.read_text()
     assert not any(
-        login in " ".join(process.cmdline()) for process in psutil.Process(up[1].pid).children(recursive=True)
+        login in " ".join(process.cmdline()) for process in psutil.Process(up.process.pid).children(recursive=True)
     )
 
 
 @pytest.mark.integration
-def test_events_are_refused_without_login(up: tuple[str, psutil.Process, Path], login: str) -> None:
+def test_events_are_refused_without_login(up: Up, login: str) -> None:
     from websockets.exceptions import InvalidStatus, WebSocketException
     from websockets.sync.client import connect
 
     def greeted(token: str, origin: str | None = None) -> bool:
-        address = up[0].replace("http", "ws") + "/events/in"
+        address = up.api.replace("http", "ws") + "/events/in"
         with connect(address, subprotocols=["prefect"], origin=origin, proxy=None) as socket:  # type: ignore[list-item, arg-type]
             socket.send(json.dumps({"type": "auth", "token": token}))
             return json.loads(socket.recv(timeout=30))["type"] == "auth_success"
@@ -289,9 +297,9 @@ def test_events_are_refused_without_login(up: tuple[str, psutil.Process, Path], 
 
 
 @pytest.mark.integration
-def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[str, psutil.Process, Path]) -> None:
-    root, basic = mlflow_of(up[2])
-    assert f"  export MLFLOW_TRACKING_URI={root}\n" in up[2].read_text()
+def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: Up) -> None:
+    root, basic = mlflow_of(up.log)
+    assert f"  export MLFLOW_TRACKING_URI={root}\n" in up.log.read_text()
     create, name = f"{root}/api/2.0/mlflow/experiments/create", {"name": "made by a test"}
     assert status(create, name, Origin="http://example.com", **basic) == 403
     assert status(create, name, Host="example.com", **basic) == 403
@@ -308,19 +316,19 @@ def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[s
 @pytest.mark.integration
 @pytest.mark.full
 def test_printed_export_line_logs_the_prefect_command_in(
-    up: tuple[str, psutil.Process, Path], deployed: tuple[str, Path], client: SyncPrefectClient
+    up: Up, deployed: tuple[str, Path], client: SyncPrefectClient
 ) -> None:
-    [line] = re.findall(r"^ +(export PREFECT_PROFILES_PATH=.*)$", up[2].read_text(), re.MULTILINE)
+    [line] = re.findall(r"^ +(export PREFECT_PROFILES_PATH=.*)$", up.log.read_text(), re.MULTILINE)
     prefect = f"{shlex.quote(sys.executable)} -m prefect"
     command = f"{prefect} deployment run train/default -p config='{{}}' --start-in '10 years'"
-    assert deploy.deploy_all(up[0]) == 0
+    assert deploy.deploy_all(up.api) == 0
 
     def in_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = prefect_environment(deployed[1], **environment)
         command = ["bash", "-c", script]
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
-    refused = in_shell(command, PREFECT_API_URL=up[0])
+    refused = in_shell(command, PREFECT_API_URL=up.api)
     assert refused.returncode != 0 and "401" in refused.stdout + refused.stderr
     accepted = in_shell(f"{line} && {command}")
     assert accepted.returncode == 0, accepted.stdout + accepted.stderr
@@ -330,8 +338,8 @@ def test_printed_export_line_logs_the_prefect_command_in(
 
 
 @pytest.mark.integration
-def test_penstock_without_the_login_is_refused(up: tuple[str, psutil.Process, Path]) -> None:
-    wrong = {PREFECT_API_URL: up[0], PREFECT_API_AUTH_STRING: "penstock:guess"}
+def test_penstock_without_the_login_is_refused(up: Up) -> None:
+    wrong = {PREFECT_API_URL: up.api, PREFECT_API_AUTH_STRING: "penstock:guess"}
     with temporary_settings(wrong), pytest.raises(OptionError, match="PREFECT_PROFILES_PATH"):
         prefect_api.ensure_prefect_api.__wrapped__()
 
@@ -339,10 +347,8 @@ def test_penstock_without_the_login_is_refused(up: tuple[str, psutil.Process, Pa
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
-def test_the_prefect_page_asks_for_the_password_and_works_with_it(
-    up: tuple[str, psutil.Process, Path], login: str, tmp_path: Path
-) -> None:
-    root = up[0].removesuffix("/api")
+def test_the_prefect_page_asks_for_the_password_and_works_with_it(up: Up, login: str, tmp_path: Path) -> None:
+    root = up.api.removesuffix("/api")
     with browser() as page:
         page.open(f"{root}/runs")
         page.wait_for("document.querySelector('input[type=password]') !== null")
@@ -353,11 +359,11 @@ def test_the_prefect_page_asks_for_the_password_and_works_with_it(
         )
         page.wait_for("document.body.innerText.includes('Flow Runs') || document.body.innerText.includes('Runs')")
         headers = "{Authorization: 'Basic ' + localStorage.getItem('prefect-password')}"
-        answer = f"fetch('{up[0]}/flow_runs/count', {{method: 'POST', headers: {headers}}})"
+        answer = f"fetch('{up.api}/flow_runs/count', {{method: 'POST', headers: {headers}}})"
         assert page.evaluate(f"{answer}.then(answer => answer.status)") == 200
         # Another page of the same browser sends no header, and the body is not shown to it.
         page.open("data:text/html,<title>elsewhere</title>")
-        post = f"fetch('{up[0]}/flow_runs/filter', {{method: 'POST', body: '{{}}'}})"
+        post = f"fetch('{up.api}/flow_runs/filter', {{method: 'POST', body: '{{}}'}})"
         assert page.evaluate(f"{post}.then(answer => 'read ' + answer.status, () => 'refused')") == "refused"
 
 
@@ -379,11 +385,11 @@ def test_deployment_has_pool_limit_parameters_and_schedule(
 def test_deploy_all_keeps_an_existing_scheduled_deployment(
     client: SyncPrefectClient,
     deployed: tuple[str, Path],
-    up: tuple[str, psutil.Process, Path],
+    up: Up,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PREFECT_HOME", str(up[2].parent / "prefect"))
-    assert deploy.deploy_all(up[0]) == 0  # the login is in this process's settings, by `client`
+    monkeypatch.setenv("PREFECT_HOME", str(up.log.parent / "prefect"))
+    assert deploy.deploy_all(up.api) == 0  # the login is in this process's settings, by `client`
     flows = ("train", "sft", "convert", "evaluate", "replay")
     assert all(client.read_deployment_by_name(f"{flow}/default").enforce_parameter_schema for flow in flows)
     [template] = client.read_deployment_by_name("train/nightly").schedules
@@ -412,10 +418,10 @@ def test_bad_parameters_are_refused_at_submission(
 
 @pytest.mark.integration
 def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_death(
-    client: SyncPrefectClient, deployed: tuple[str, Path], up: tuple[str, psutil.Process, Path]
+    client: SyncPrefectClient, deployed: tuple[str, Path], up: Up
 ) -> None:
     title, folder = deployed
-    _, parent, log = up
+    log = up.log
     store = Store(str(folder / "store"))
 
     def has(prefix: str) -> bool:
@@ -423,10 +429,9 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
 
     # first firing: its process is killed after the first of two rounds; the worker marks it
     killed = fire(client, title)
-    victim = synthetic_zombie(client, up[0])
+    victim = synthetic_zombie(client, up.api)
     until(lambda: has(KEYS.step_prefix(0)), log)
-    family = flow_processes(parent)
-    for process in family:
+    for process in up.child("worker").children(recursive=True):
         process.kill()
     assert until(lambda: (name := state(client, killed)) not in ("Running", "Pending") and name, log) == "Crashed"
     assert until(lambda: state(client, victim) == "Crashed", log), "the automation has not noticed it"
@@ -436,8 +441,7 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     # second firing: the same target, and the server dies meanwhile
     second = fire(client, title)
     until(lambda: state(client, second) == "Running", log)
-    server = next(child for child in parent.children() if str(LAUNCHER) in child.cmdline())
-    server.kill()
+    up.child(str(LAUNCHER)).kill()
     until(lambda: has(KEYS.export_prefix(2)), log)
     until(lambda: "Prefect died; restarted it" in log.read_text(), log)
     until(lambda: state(client, second) == "Completed", log)
@@ -473,11 +477,11 @@ def flow_runs_of(client: SyncPrefectClient, title: str) -> list[Any]:
     return [run for run in all_flow_runs_of(client, title) if run.start_time is not None]
 
 
-def kill_flow_run_at(point: str, up: tuple[str, psutil.Process, Path]) -> None:
+def kill_flow_run_at(point: str, up: Up) -> None:
     """Kill the process of the flow run, as `kill -9` does, when a failpoint is reached."""
-    faults, worker = up[2].parent / "faults", next(c for c in up[1].children() if "worker" in c.cmdline())
+    faults, worker = up.log.parent / "faults", up.child("worker")
     (faults / point).touch()
-    until((faults / f"{point}.reached").exists, up[2])
+    until((faults / f"{point}.reached").exists, up.log)
     process = max(worker.children(), key=psutil.Process.create_time)  # an earlier flow run may still be ending
     process.kill()
     psutil.wait_procs([process], timeout=60)
@@ -487,7 +491,7 @@ def kill_flow_run_at(point: str, up: tuple[str, psutil.Process, Path]) -> None:
 @pytest.mark.integration
 @pytest.mark.full
 def test_killed_flow_run_is_run_again_at_three_stages(
-    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
+    client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path
 ) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "label": str(i + 1)} for i in range(16)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -497,13 +501,13 @@ def test_killed_flow_run_is_run_again_at_three_stages(
         "--apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 8 --lr 1e-3 "
         "--eval-prompt-data tiny data.jsonl --eval-interval 2 --skip-eval-before-train --eval-max-response-len 8"
     ).split()
-    penstock_deploy(up[2], tmp_path, words)
+    penstock_deploy(up.log, tmp_path, words)
     parameters = client.read_deployment_by_name("train/killed").parameters
     assert len([*list_leaves(parameters)]) == 18, "what was given, not all options"
     fire(client, "train/killed")
     for point in ("rollout-after-upload", "train-mid-step", "eval-generating"):
         kill_flow_run_at(point, up)
-    until(lambda: [run.state_name for run in flow_runs_of(client, "train/killed")][3:] == ["Completed"], up[2])
+    until(lambda: [run.state_name for run in flow_runs_of(client, "train/killed")][3:] == ["Completed"], up.log)
 
     runs = flow_runs_of(client, "train/killed")
     assert [run.state_name for run in runs] == ["Crashed", "Crashed", "Crashed", "Completed"]
@@ -538,28 +542,28 @@ def sft_words(model: Path, own: str) -> list[str]:
 
 @pytest.mark.integration
 def test_same_kill_twice_and_invalid_input_end_the_retries(
-    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
+    client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path
 ) -> None:
     add_rows(tmp_path / "data.jsonl", 0, 16)
     words = sft_words(tiny_model, "--name stuck --retries 5 --run s --num-rollout 2")
-    penstock_deploy(up[2], tmp_path, words)
+    penstock_deploy(up.log, tmp_path, words)
     fire(client, "sft/stuck")
     kill_flow_run_at("train-mid-step", up)
     kill_flow_run_at("train-mid-step", up)
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][2:] == ["Failed"], up[2])
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][2:] == ["Failed"], up.log)
     message = flow_runs_of(client, "sft/stuck")[2].state.message
     assert "(killed) without a new commit" in message and NO_RETRY in message
 
     (tmp_path / "data.jsonl").unlink()
     fire(client, "sft/stuck")
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][3:] == ["Failed"], up[2])
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][3:] == ["Failed"], up.log)
     message = flow_runs_of(client, "sft/stuck")[3].state.message
     assert "data.jsonl" in message and NO_RETRY in message
     time.sleep(deploy.RETRY_DELAY.total_seconds())  # a retry would be scheduled by now, although it was not started
     assert len(all_flow_runs_of(client, "sft/stuck")) == 4
     [automation] = client.read_automations_by_name("penstock: sft/stuck is run again after a crash")
     add_rows(tmp_path / "data.jsonl", 0, 16)
-    penstock_deploy(up[2], tmp_path, words[:3] + words[5:])
+    penstock_deploy(up.log, tmp_path, words[:3] + words[5:])
     assert client.read_automations_by_name(automation.name) == []
     assert len(flow_runs_of(client, "sft/stuck")) == 4
 
@@ -567,20 +571,18 @@ def test_same_kill_twice_and_invalid_input_end_the_retries(
 SILENCE = timedelta(seconds=45)  # more than one heartbeat of a flow run, which Prefect sends every 30 s
 
 
-def paused_or_lost(
-    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], model: Path, folder: Path, name: str
-) -> list[psutil.Process]:
+def paused_or_lost(client: SyncPrefectClient, up: Up, model: Path, folder: Path, name: str) -> list[psutil.Process]:
     """Start a deployment with retries that trains two rounds, and stop it in the first one. Return the processes of
     its worker and flow run, the worker first. The page says after SILENCE that a silent flow run has crashed."""
-    deploy.ensure_zombie_automation(up[0], after=SILENCE, name="soon, for tests of pauses")
+    deploy.ensure_zombie_automation(up.api, after=SILENCE, name="soon, for tests of pauses")
     add_rows(folder / "data.jsonl", 0, 32)
     words = sft_words(model, f"--name {name} --retries 2 --run {name} --num-rollout-per-start 2")
-    penstock_deploy(up[2], folder, words)
+    penstock_deploy(up.log, folder, words)
     fire(client, f"sft/{name}")
-    faults = up[2].parent / "faults"
+    faults = up.log.parent / "faults"
     (faults / "train-mid-step").touch()
-    until((faults / "train-mid-step.reached").exists, up[2])
-    worker = next(child for child in up[1].children() if "worker" in child.cmdline())
+    until((faults / "train-mid-step.reached").exists, up.log)
+    worker = up.child("worker")
     return [worker, *worker.children(recursive=True)]
 
 
@@ -597,29 +599,29 @@ def states_and_rounds(client: SyncPrefectClient, folder: Path, name: str) -> tup
 @pytest.mark.parametrize("pauses_server", [False, True])
 def test_paused_flow_run_continues_and_its_retry_adds_no_rounds(
     client: SyncPrefectClient,
-    up: tuple[str, psutil.Process, Path],
+    up: Up,
     tiny_model: Path,
     tmp_path: Path,
     pauses_server: bool,
 ) -> None:
     name = f"paused-{pauses_server}"
     family = paused_or_lost(client, up, tiny_model, tmp_path, name)
-    server = next(child for child in up[1].children() if str(LAUNCHER) in child.cmdline())
-    paused = [*([up[1], server] if pauses_server else []), *family]
+    server = up.child(str(LAUNCHER))
+    paused = [*([up.process, server] if pauses_server else []), *family]
     for process in paused:
         process.suspend()
-    (up[2].parent / "faults" / "train-mid-step.reached").unlink()  # it continues there
+    (up.log.parent / "faults" / "train-mid-step.reached").unlink()  # it continues there
     if pauses_server:
         time.sleep(SILENCE.total_seconds() + 5)
     else:
-        until(lambda: flow_runs_of(client, f"sft/{name}")[0].state_name == "Crashed", up[2])
+        until(lambda: flow_runs_of(client, f"sft/{name}")[0].state_name == "Crashed", up.log)
     for process in paused:
         process.resume()
     # a retry is scheduled only if the page called the silent flow run crashed, which a paused server may not do
     least = 1 if pauses_server else 2
-    until(lambda: [run.state_name for run in flow_runs_of(client, f"sft/{name}")].count("Completed") >= least, up[2])
+    until(lambda: [run.state_name for run in flow_runs_of(client, f"sft/{name}")].count("Completed") >= least, up.log)
     store, keys = Store(str(tmp_path / "store")), RunKeys(name)
-    until(lambda: read_starts(store, keys)[-1][1], up[2])
+    until(lambda: read_starts(store, keys)[-1][1], up.log)
     states, rounds = states_and_rounds(client, tmp_path, name)
     assert rounds == [0, 1] and states[-1] == "Completed"
     [(_, end)] = read_starts(store, keys)
@@ -631,12 +633,12 @@ def test_paused_flow_run_continues_and_its_retry_adds_no_rounds(
 @pytest.mark.integration
 @pytest.mark.full
 def test_lost_worker_is_replaced_and_its_flow_run_is_run_again(
-    client: SyncPrefectClient, up: tuple[str, psutil.Process, Path], tiny_model: Path, tmp_path: Path
+    client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path
 ) -> None:
     for process in paused_or_lost(client, up, tiny_model, tmp_path, "lost"):
         process.kill()
-    (up[2].parent / "faults" / "train-mid-step.reached").unlink()
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/lost")][1:] == ["Completed"], up[2])
+    (up.log.parent / "faults" / "train-mid-step.reached").unlink()
+    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/lost")][1:] == ["Completed"], up.log)
     assert states_and_rounds(client, tmp_path, "lost") == (["Crashed", "Completed"], [0, 1])
     crashed, retry = flow_runs_of(client, "sft/lost")
     assert "next start resumes" in crashed.state.message and "retry:1/2" in retry.tags
@@ -654,12 +656,6 @@ def statuses_in_mlflow(log: Path) -> list[str]:
     request = urllib.request.Request(f"{api}/runs/search", json.dumps(query).encode(), headers)
     with OPENER.open(request, timeout=30) as answer:
         return [run["info"]["status"] for run in json.load(answer)["runs"]]
-
-
-def flow_processes(up: psutil.Process) -> list[psutil.Process]:
-    """The flow run that the worker has started, and all below it."""
-    worker = next(child for child in up.children() if "worker" in child.cmdline())
-    return worker.children(recursive=True)
 
 
 FOR_THIS_TEST = "for this test"  # name of an automation

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,15 +48,29 @@ async def later(args, sample, **kwargs):
 """
 
 
-def planned(
-    model: Path, rows: list[dict[str, object]], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> list[str]:
-    """Return the lines of the plan of the demo's recipe for a data set and further options."""
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["train", "--config", str(RECIPE), "--run", "r", "--hf-checkpoint", str(model), "--prompt-data", str(data)]
-    assert main([*argv, *words.split(), "--dry-run"]) == 0
-    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+ALL = {"hf-checkpoint": "{model}", "prompt-data": "{data}", "rm-type": "random", "num-rollout": "1", "run": "r"}
+ALL |= {"rollout-max-response-len": "16"}
+
+
+def small_run(model: Path, data: object, **changed: str) -> list[str]:
+    """Return the arguments of a small run, ALL with the changed options (`rm_type`: --rm-type)."""
+    options = ALL | {name.replace("_", "-"): value for name, value in changed.items()}
+    words = [word for flag, value in options.items() for word in (f"--{flag}", value)]
+    return ["train", *(word.format(model=model, data=data) for word in words)]
+
+
+@pytest.fixture
+def planned(tiny_model: Path, tmp_path: Path, printed: Callable[..., str]) -> Callable[[list[dict], str], list[str]]:
+    """Returns the lines of the plan of the demo's recipe for the rows of data.jsonl and further options."""
+
+    def plan(rows: list[dict], words: str) -> list[str]:
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        argv = ["train", "--config", str(RECIPE), "--run", "r", "--hf-checkpoint", str(tiny_model)]
+        argv += ["--prompt-data", str(data)]
+        return [line.rstrip() for line in printed(*argv, *words.split(), "--dry-run").splitlines()]
+
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -67,9 +82,9 @@ def planned(
     ],
 )
 def test_first_prompt_is_shown_as_the_model_gets_it(
-    prompt: object, words: str, shown: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prompt: object, words: str, shown: str, planned: Callable[..., list[str]]
 ) -> None:
-    lines = planned(tiny_model, [{"prompt": prompt, "label": 3}, {"prompt": "?", "label": 4}], words, tmp_path, capsys)
+    lines = planned([{"prompt": prompt, "label": 3}, {"prompt": "?", "label": 4}], words)
     assert f"first prompt   {shown}" in lines and "its label      '3'" in lines
 
 
@@ -100,14 +115,13 @@ def test_warnings_of_checks_are_printed_below_the_plan_like_all_others(
     row: dict[str, object],
     words: str,
     text: str | None,
-    tiny_model: Path,
+    planned: Callable[..., list[str]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("code.py").write_text(REWARDS)
-    lines = planned(tiny_model, [row], words, tmp_path, capsys)
+    lines = planned([row], words)
     warnings = [line for line in lines[:-1] if line.startswith("warning: ")]
     assert lines[-1].startswith("ready: ") and lines[-1 - len(warnings) : -1] == warnings
     of_checks = [line for line in warnings if "--eval-interval" not in line]
@@ -131,18 +145,15 @@ def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
     warned: bool,
     tiny_model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
 ) -> None:
     model, data = tmp_path / "model", tmp_path / "data.jsonl"
     shutil.copytree(tiny_model, model)
     if not has_template:
         (model / "chat_template.jinja").unlink()
     data.write_text(json.dumps({"input": prompt}) + "\n")
-    argv = [word for flag, value in ALL.items() for word in (f"--{flag}", value.format(model=model, data=data))]
-    assert main(["train", *argv, *words.split(), "--dry-run"]) == 0
-    warnings = [
-        line for line in capsys.readouterr().out.splitlines() if "--apply-chat-template" in line and "warning" in line
-    ]
+    out = printed(*small_run(model, data), *words.split(), "--dry-run")
+    warnings = [line for line in out.splitlines() if "--apply-chat-template" in line and "warning" in line]
     assert [f"('gbb?' in {data} row 0): give --apply-chat-template, or" in line for line in warnings] == [True] * warned
 
 
@@ -160,34 +171,21 @@ def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
     ],
 )
 def test_wrong_data_or_reward_is_reported_before_a_length(
-    words: str, error: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, error: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     code, data = tmp_path / "code.py", tmp_path / "data.jsonl"
     code.write_text(REWARDS)
     data.write_text('{"prompt": "1+2=", "label": 3}\n')
-    argv = [
-        "train",
-        "--config",
-        str(RECIPE),
-        "--run",
-        "r",
-        "--hf-checkpoint",
-        str(tiny_model),
-        "--prompt-data",
-        str(data),
-    ]
+    argv = f"train --config {RECIPE} --run r --hf-checkpoint {tiny_model} --prompt-data {data}".split()
     argv += ["--rollout-max-response-len", "1024", *words.format(code=code).split()]
     for start in (["--dry-run"], ["--store", str(tmp_path / "store")]):
-        assert main([*argv, *start]) == 2
-        err = capsys.readouterr().err
+        err = printed(*argv, *start, code=2)
         assert error.format(code=code) in err and err.count("\n") == 1
 
 
-def test_length_is_checked_although_files_are_missing(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changed = {"hf-checkpoint": tiny_model, "prompt-data": "absent.jsonl", "rollout-max-response-len": "1024"}
-    words = [str(word) for flag, value in (ALL | changed).items() for word in (f"--{flag}", value)]
-    assert main(["train", *words, "--dry-run"]) == 2
-    assert "--rollout-max-response-len 1024 leaves no room" in capsys.readouterr().err
+def test_length_is_checked_although_files_are_missing(tiny_model: Path, printed: Callable[..., str]) -> None:
+    words = small_run(tiny_model, "absent.jsonl", rollout_max_response_len="1024")
+    assert "--rollout-max-response-len 1024 leaves no room" in printed(*words, "--dry-run", code=2)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +219,12 @@ def test_plan_says_where_the_engines_run(
     ],
 )
 def test_rewards_of_the_test_responses_are_printed(
-    words: str, shown: list[str], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, shown: list[str], planned: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "code.py").write_text(REWARDS)
     words = words.format(code=tmp_path / "code.py")
     rows = [{"prompt": "1+2=", "label": 3}, {"prompt": "2+2=", "label": 4}, {"prompt": "2+3=", "label": 5}]
-    lines = planned(tiny_model, rows, words, tmp_path, capsys)
+    lines = planned(rows, words)
     first = next(index for index, line in enumerate(lines) if line.startswith("test rewards"))
     for line, text in zip(lines[first : first + 3], shown):
         assert line.removeprefix("test rewards").strip().startswith(text)
@@ -276,18 +274,14 @@ def test_sft_refuses_rows_that_are_too_long_or_train_nothing(
     assert code == 2 and "chats.jsonl row 200: " in err and said in err and err.count("\n") == 1
 
 
-ALL = {"hf-checkpoint": "{model}", "prompt-data": "{data}", "rm-type": "random", "num-rollout": "1", "run": "r"}
-ALL |= {"rollout-max-response-len": "16"}
-
-
 @pytest.mark.parametrize(
     ("changed", "last"),
     [
         ({}, "ready: the same command without --dry-run starts the run"),
-        ({"prompt-data": "absent.jsonl"}, "not ready here: --prompt-data absent.jsonl does not exist here; prompts"),
-        ({"hf-checkpoint": "/absent"}, "not ready here: --hf-checkpoint /absent (weights) does not exist"),
-        ({"custom-rm-path": "mine.py:f", "rm-type": "none"}, "not ready here: --custom-rm-path mine.py does not exist"),
-        ({"use-wandb": "true", "wandb-key": "env:ABSENT"}, "not ready here: the trackers: "),
+        ({"prompt_data": "absent.jsonl"}, "not ready here: --prompt-data absent.jsonl does not exist here; prompts"),
+        ({"hf_checkpoint": "/absent"}, "not ready here: --hf-checkpoint /absent (weights) does not exist"),
+        ({"custom_rm_path": "mine.py:f", "rm_type": "none"}, "not ready here: --custom-rm-path mine.py does not exist"),
+        ({"use_wandb": "true", "wandb_key": "env:ABSENT"}, "not ready here: the trackers: "),
     ],
 )
 def test_last_line_says_whether_the_run_is_ready(
@@ -295,32 +289,23 @@ def test_last_line_says_whether_the_run_is_ready(
     last: str,
     tiny_model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"input": "1+1="}\n')
-    words = [word for flag, value in (ALL | changed).items() for word in (f"--{flag}", value)]
-    words = [word.format(model=tiny_model, data="data.jsonl") for word in words]
-    assert main(["train", *words, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = printed(*small_run(tiny_model, "data.jsonl", **changed), "--dry-run")
     assert out.splitlines()[-1].startswith(last)
     assert "per GPU" not in out, "no table of GPUs on a machine without one"
     assert ("passes   " in out) == ("does not exist" not in last)
 
 
 def test_rows_are_checked_although_a_key_of_a_tracker_is_missing(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"question": "1+1="}\n')
-    changed = {"hf-checkpoint": tiny_model, "prompt-data": tmp_path / "data.jsonl", "use-wandb": "true"}
-    words = [
-        str(word)
-        for flag, value in (ALL | changed | {"wandb-key": "env:ABSENT"}).items()
-        for word in (f"--{flag}", value)
-    ]
-    assert main(["train", *words, "--dry-run"]) == 2
-    assert "data.jsonl:1 has no column 'input'; it has 'question'" in capsys.readouterr().err
+    words = small_run(tiny_model, tmp_path / "data.jsonl", use_wandb="true", wandb_key="env:ABSENT")
+    assert "data.jsonl:1 has no column 'input'; it has 'question'" in printed(*words, "--dry-run", code=2)
 
 
 @pytest.mark.parametrize(
@@ -338,40 +323,39 @@ def test_name_on_the_hub_is_refused_with_the_download_command(
     command: str,
     tiny_model: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"input": "1+1="}\n')
-    words = [word for flag, value in ALL.items() if f"--{flag}" not in flags.split() for word in (f"--{flag}", value)]
-    words = [word.format(model=tiny_model, data="data.jsonl") for word in words]
+    flag, name = flags.split()[:2]
+    changed = {flag.removeprefix("--").replace("-", "_"): name} if flag.removeprefix("--") in ALL else {}
+    words = [*small_run(tiny_model, "data.jsonl", **changed), *([] if changed else flags.split())]
     for start in (["--dry-run"], ["--store", "s"]) if "hf-checkpoint" in flags else (["--dry-run"],):
-        assert main(["train", *words, *flags.split(), *start]) == 2
-        error = capsys.readouterr().err
+        error = printed(*words, *start, code=2)
         assert command in error and error.count("\n") == 1
     assert not (tmp_path / "s" / "runs").exists()
 
 
 @pytest.mark.parametrize("words", ["--rollout-sampling-seeds", "--eval-mode apart --eval-prompt-data sums {data}"])
 def test_plan_without_the_gpus_that_the_engines_need_is_not_ready_here(
-    words: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, planned: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    rows = [{"prompt": "1+2=", "label": "3"}] * 8
-    lines = planned(tiny_model, rows, words.format(data=tmp_path / "data.jsonl"), tmp_path, capsys)
+    lines = planned([{"prompt": "1+2=", "label": "3"}] * 8, words.format(data=tmp_path / "data.jsonl"))
     [verdict] = [line for line in lines if "ready" in line]
     assert verdict.startswith("not ready here: the engines: --") and verdict.endswith("was checked")
 
 
 @pytest.mark.parametrize("also", ["", "--eval-interval 5", "--n-samples-per-eval-prompt 4 --log-passrate"])
 def test_dry_run_of_an_evaluation_shows_its_first_prompt_and_no_training(
-    also: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    also: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     data = tmp_path / "held.jsonl"
     data.write_text('{"question": "1+2=", "answer": 3}\n')
     argv = ["eval", "--run", "r", "--hf-checkpoint", str(tiny_model), "--eval-prompt-data", "held", str(data)]
     argv += ["--eval-input-key", "question", "--eval-label-key", "answer", "--rm-type", "exact_number"]
-    assert main([*argv, "--rollout-max-response-len", "16", *also.split(), "--dry-run"]) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    out = printed(*argv, "--rollout-max-response-len", "16", *also.split(), "--dry-run")
+    lines = [line.rstrip() for line in out.splitlines()]
     rows = {line[:14].strip(): line[14:].strip() for line in lines}
     assert rows["first prompt"] == "'1+2='" and rows["its label"] == "'3'" and rows["test rewards"] == "'' gets 0.0"
     assert rows["evaluations"].startswith("held") and "None" not in rows["evaluations"] and "engines" in rows
@@ -380,20 +364,20 @@ def test_dry_run_of_an_evaluation_shows_its_first_prompt_and_no_training(
 
 
 def test_dry_run_of_an_evaluation_refuses_what_its_start_refuses(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     data = tmp_path / "held.jsonl"
     data.write_text('{"input": "1+2="}\n')
     argv = ["eval", "--run", "r", "--hf-checkpoint", str(tiny_model), "--rollout-max-response-len", "16", "--dry-run"]
-    assert main([*argv, "--rm-type", "math"]) == 2 and "--eval-prompt-data" in capsys.readouterr().err
+    assert "--eval-prompt-data" in printed(*argv, "--rm-type", "math", code=2)
     argv += ["--eval-prompt-data", "held", str(data)]
-    assert main([*argv, "--rm-type", "math"]) == 2 and f"{data} row 0: " in capsys.readouterr().err
-    assert main([*argv, "--rm-type", "mth"]) == 2 and "'mth'" in capsys.readouterr().err
+    assert f"{data} row 0: " in printed(*argv, "--rm-type", "math", code=2)
+    assert "'mth'" in printed(*argv, "--rm-type", "mth", code=2)
 
 
 @pytest.mark.parametrize("flow", ["train", "sft", "evaluate"])
 def test_dry_run_of_resume_plans_the_recorded_run(
-    flow: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flow: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     data, chats = tmp_path / "held.jsonl", tmp_path / "chats.jsonl"
     data.write_text('{"input": "1+2=", "label": 3}\n')
@@ -410,17 +394,14 @@ def test_dry_run_of_resume_plans_the_recorded_run(
     keys = open_run(store, resolve(flow, config, store))
     if flow != "evaluate":
         store.commit(keys.step_prefix(0), Commit(kind="step", index=0, policy_version=1))
-    code = main(["resume", "r", "--store", config.run.store, "--dry-run"])
-    out, err = capsys.readouterr()
-    assert code == 0, err
+    out = printed("resume", "r", "--store", config.run.store, "--dry-run")
     assert out.splitlines()[-1].startswith("ready: ")
     assert out.startswith("committed rounds: 1; ") == (flow != "evaluate")
 
 
 @pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "regrade r", "verify r", "samples r"])
-def test_commands_without_dry_run_name_those_that_have_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command.split(), "--dry-run"]) == 2
-    assert "--dry-run: train, sft, eval and resume have it" in capsys.readouterr().err
+def test_commands_without_dry_run_name_those_that_have_it(command: str, printed: Callable[..., str]) -> None:
+    assert "--dry-run: train, sft, eval and resume have it" in printed(*command.split(), "--dry-run", code=2)
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -459,7 +440,7 @@ def test_plan_reads_whether_the_weights_are_quantized(
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
 def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_page_says(
-    page: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = RECIPE.parents[2]
     text = (root / page).read_text().rpartition("## Your own model on one GPU")[2]
@@ -471,6 +452,5 @@ def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_page_says(
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": "1+2=", "label": 3}\n')
     Path("my_reward.py").write_text("def grade(args, sample):\n    return 1.0\n")
-    assert main(words) == 2 and "--rollout-max-response-len 1024 leaves no room" in capsys.readouterr().err
-    assert main([*words, *addition.split()]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("ready: ")
+    assert "--rollout-max-response-len 1024 leaves no room" in printed(*words, code=2)
+    assert printed(*words, *addition.split()).splitlines()[-1].startswith("ready: ")

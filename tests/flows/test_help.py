@@ -1,6 +1,7 @@
 """--help of every command prints its usage and starts nothing."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,12 @@ from penstock.flows.options.help import SHORT, first_sentence
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
 def test_help_of_every_command_is_printed(
-    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, printed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = (["--help"], ["--help-all"], ["ghost", "--store", "/dev/null/x", "-h"])  # nothing of it is read
     for words in ([command, *words] for words in given):
-        assert cli.main(words) == 0
-        out = capsys.readouterr().out
+        out = printed(*words)
         assert f"penstock {command}" in out.partition("\n")[0]
         flags = {"--store", "--cron", "--directory", "--torch", "--output"} & set(re.findall(r"--\w+", out))
         assert flags or command == "down"
@@ -27,9 +27,8 @@ def test_help_of_every_command_is_printed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    said = capsys.readouterr().out
+def test_usage_names_every_command(printed: Callable[..., str]) -> None:
+    said = printed("--help")
     assert all(f"\n  {command} " in said for command in cli.COMMANDS)
     assert [line for line in said.splitlines() if re.fullmatch("[a-z ]+", line)] == [
         "start", "look", "keep", "operate", "set up",
@@ -50,40 +49,31 @@ def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("traceback", "--verbose", set()),
     ],
 )
-def test_help_with_a_word_finds_options(
-    word: str, first: str, others: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["train", "--help", word]) == 0
-    out = capsys.readouterr().out
+def test_help_with_a_word_finds_options(word: str, first: str, others: set[str], printed: Callable[..., str]) -> None:
+    out = printed("train", "--help", word)
     flags = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
     assert flags[0] == first and {*flags} >= others and "--rollout-batch-size" not in flags
     assert out.startswith(f"{len(flags)} option{'s' if len(flags) > 1 else ''} of penstock train about ")
 
 
-def test_help_with_an_unknown_word_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sft", "--help", "zebra"]) == 0
-    assert capsys.readouterr().out == "no option is about 'zebra'\n"
+def test_help_with_an_unknown_word_says_so(printed: Callable[..., str]) -> None:
+    assert printed("sft", "--help", "zebra") == "no option is about 'zebra'\n"
 
 
 @pytest.mark.parametrize("command", sorted(SHORT))
-def test_short_help_is_one_screen_and_help_all_has_every_option(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([command, "--help"]) == 0
-    short = capsys.readouterr().out.splitlines()
+def test_short_help_is_one_screen_and_help_all_has_every_option(command: str, printed: Callable[..., str]) -> None:
+    short = printed(command, "--help").splitlines()
     assert len(short) <= 54 and max(map(len, short)) <= 120
     assert any(f"penstock {command} --help-all lists all" in line for line in short)
     assert all(flag in "\n".join(short) for flags in SHORT[command].options.values() for flag in flags.split())
-    assert cli.main([command, "--help-all"]) == 0
-    every = capsys.readouterr().out
+    every = printed(command, "--help-all")
     assert all(f"\n  {flag_of_field(name)}" in every for _, name, _ in list_options())
     assert all(f"\n  {flag}" in every for flag in ("--config FILE.toml|RECIPE", "--dry-run", "--verbose"))
     assert all(name in every for name in recipe_names())
 
 
-def test_help_all_of_resume_has_only_options_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["resume", "--help-all"]) == 0
-    out = capsys.readouterr().out
+def test_help_all_of_resume_has_only_options_that_may_change(printed: Callable[..., str]) -> None:
+    out = printed("resume", "--help-all")
     assert "\n  --num-rollout" in out and "\n  --lr" not in out
     assert "\n  --recompute-granularity" in out and "\n  --grad-reduce-in-fp32" not in out
 
@@ -97,24 +87,19 @@ def test_first_sentence_of_an_option_is_cut_outside_parentheses() -> None:
     assert first_sentence(long) == "Prompts per rollout (in SFT; rows) and so on"
 
 
-@pytest.mark.parametrize(
-    ("flag", "text"),
-    [
+def test_help_of_sft_says_of_an_option_what_it_does_there_and_does_not_describe_rollouts(
+    printed: Callable[..., str],
+) -> None:
+    out = printed("sft", "--help")
+    for flag, text in (
         ("--num-rollout", "Number of rounds to train (default 0)"),
         ("--num-epoch", "Number of passes over the rows of --prompt-data, instead of --num-rollout"),
         ("--prompt-data", "Prompts (sft: conversations) as JSON, CSV, Parquet, Arrow or `save_to_disk` data"),
         ("--input-key", "Column of prompts (sft: conversations): text, messages or JSON text (default input)"),
         ("--rollout-batch-size", "Rows of --prompt-data per round (default 32)"),
         ("--rollout-shuffle", "Visit the rows in a new random order every epoch"),
-    ],
-)
-def test_help_of_sft_says_of_an_option_what_it_does_there(flag: str, text: str, capsys) -> None:
-    assert cli.main(["sft", "--help"]) == 0
-    [line] = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.split()[:1] == [flag]]
-    assert line.startswith(text)
-
-
-def test_help_of_sft_does_not_describe_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sft", "--help"]) == 0
-    options = capsys.readouterr().out.partition("run:")[2].partition("penstock sft --help-all")[0]
+    ):
+        [line] = [line.split(maxsplit=1)[1] for line in out.splitlines() if line.split()[:1] == [flag]]
+        assert line.startswith(text)
+    options = out.partition("run:")[2].partition("penstock sft --help-all")[0]
     assert not {"generate", "rollout", "response", "responses", "rollouts", "reward"} & {*options.split()}

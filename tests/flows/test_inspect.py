@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,76 +132,70 @@ def test_reference_may_be_a_path_relative_to_the_current_directory(
     ],
 )
 def test_invalid_request_is_one_clear_line(
-    store: Store, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    store: Store, arguments: list[str], message: str, printed: Callable[..., str]
 ) -> None:
-    assert main([*arguments, "--store", store.root]) == 2
-    error = capsys.readouterr().err
+    error = printed(*arguments, "--store", store.root, code=2)
     assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_samples_of_other_rounds_are_found_if_a_shard_is_lost(
-    damage: str, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, store: Store, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     place = str(shutil.copytree(store.root, tmp_path / "copy"))
     [shard] = Path(place).glob("runs/r/rollouts/000000/attempt-*/part-*.parquet")
     shard.unlink() if damage == "missing" else shard.write_bytes(b"not Parquet")
-    assert main(["lineage", "r/sample/000000004-01", "--store", place]) == 0
-    assert "r/rollout/1  6 samples" in capsys.readouterr().out
-    assert main(["lineage", "r/sample/000000001-01", "--store", place]) == 2
-    error = capsys.readouterr().err
+    assert "r/rollout/1  6 samples" in printed("lineage", "r/sample/000000004-01", "--store", place)
+    error = printed("lineage", "r/sample/000000001-01", "--store", place, code=2)
     assert "runs/r/rollouts/000000 is missing or damaged" in error and error.count("\n") == 1
 
 
-def test_printed_trees_name_rounds_forks_and_runs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lineage", "r/2", "--store", store.root]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_printed_trees_name_rounds_forks_and_runs(store: Store, printed: Callable[..., str]) -> None:
+    lines = printed("lineage", "r/2", "--store", store.root).splitlines()
     text = [line.strip("│├└─ ") for line in lines]
     assert text[1:3] == ["made from", "rounds 0 to 1 of r: 12 samples, reward 0.250"]
     used = text[text.index("used for") :]
     for start in ("r/eval/2/sums", "run r from round 2", "fork f from round 4", "r/export/5", "run g from round 0"):
         assert any(line.startswith(start) for line in used), start
-    assert main(["lineage", "r/sample/000000004-01", "--store", store.root]) == 0
-    assert "sample 000000004-01" in capsys.readouterr().out
+    assert "sample 000000004-01" in printed("lineage", "r/sample/000000004-01", "--store", store.root)
 
 
 def test_printed_names_have_no_hash_and_each_artifact_is_one_line_of_a_terminal(
-    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: Store, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lineage_trees, "wide_console", lambda: wide_console(60))
-    assert main(["lineage", "r/5", "--store", store.root]) == 0
-    lines = [line.strip("│├└─ ") for line in capsys.readouterr().out.splitlines()]
+    lines = [line.strip("│├└─ ") for line in printed("lineage", "r/5", "--store", store.root).splitlines()]
     assert sum(line.startswith("r/eval/5/sums (exact.py:score)  reward 0.5") for line in lines) == 1
     assert sum(line.startswith("r/5 (def)  converted model") for line in lines) == 1
     assert not any("1a2b3c4d" in line or len(line) > 60 for line in lines)
     assert sum(line.endswith("data.jsonl") for line in lines) == 1, "the end of a long path"
-    assert main(["lineage", "01234567", "--store", store.root]) == 0
-    assert capsys.readouterr().out.startswith("warm (01234567)  converted model, 1 B")
+    assert printed("lineage", "01234567", "--store", store.root).startswith("warm (01234567)  converted model, 1 B")
 
 
-def test_json_and_dot_have_the_complete_graph(
-    store: Store, graph: LineageGraph, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["lineage", "r/5", "--json", "--store", store.root]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_json_and_dot_have_the_complete_graph(store: Store, graph: LineageGraph, printed: Callable[..., str]) -> None:
+    result = json.loads(printed("lineage", "r/5", "--json", "--store", store.root))
     node = find_node(graph, store, "r/5")
     assert result["ancestors"] == [other.id for other in graph.ancestors(node.id)]
     assert {(edge["from"], edge["to"]) for edge in result["edges"]} >= {(source, node.id) for _, source in node.inputs}
-    assert main(["lineage", "r/5", "--dot", "--store", store.root]) == 0
-    dot = capsys.readouterr().out
+    dot = printed("lineage", "r/5", "--dot", "--store", store.root)
     assert dot.count(" -> ") == len(result["edges"]) and dot.startswith("digraph") and '"g/step/0"' in dot
 
 
-def test_samples_of_a_prompt_side_by_side(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["samples", "r", "--eval", "sums", "--prompt", "3", "--json", "--store", store.root]) == 0
-    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_samples_of_a_prompt_side_by_side(store: Store, printed: Callable[..., str]) -> None:
+    samples = [
+        json.loads(line)
+        for line in printed(
+            "samples", "r", "--eval", "sums", "--prompt", "3", "--json", "--store", store.root
+        ).splitlines()
+    ]
     assert [(s["rollout_id"], s["metadata"]["source"]["row"]) for s in samples] == [(2, 3), (5, 3)]
-    assert main(["samples", "r", "--prompt", "3", "--json", "--store", store.root]) == 0
-    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    samples = [
+        json.loads(line)
+        for line in printed("samples", "r", "--prompt", "3", "--json", "--store", store.root).splitlines()
+    ]
     assert len({s["rollout_id"] for s in samples}) > 1 and {s["metadata"]["source"]["row"] for s in samples} == {3}
     words = ["samples", "r", "--prompt", samples[0]["sample_id"], "--rounds", "0,1,2,3"]
-    assert main([*words, "--store", store.root]) == 0
-    assert "round" in capsys.readouterr().out
+    assert "round" in printed(*words, "--store", store.root)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +212,10 @@ def test_a_reward_is_printed_once(rewards: dict[str, float], expected: str) -> N
     assert describe_sample(sample).partition(", completed")[0] == expected
 
 
-def test_worst_samples_come_first_and_the_limit_holds(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["samples", "r", "--round", "1", "--worst", "--limit", "3", "--json", "--store", store.root]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_worst_samples_come_first_and_the_limit_holds(store: Store, printed: Callable[..., str]) -> None:
+    lines = printed(
+        "samples", "r", "--round", "1", "--worst", "--limit", "3", "--json", "--store", store.root
+    ).splitlines()
     assert len(lines) == 3 and {json.loads(line)["rollout_id"] for line in lines} == {1}
 
 

@@ -75,7 +75,8 @@ def test_doctor_has_a_line_for_a_command_and_one_for_each_open_port(
     try:
         assert child.stdout is not None
         inner, outer = child.stdout.readline().split()
-        monkeypatch.setattr(doctor, "penstock_processes_of_this_user", lambda: [psutil.Process(child.pid)])
+        ports = listening_ports([psutil.Process(child.pid)])
+        monkeypatch.setattr(doctor, "listening_ports", lambda: ports)
         command, port = doctor.check_ports()
         assert command.ok and f"(pid {child.pid})" in command.what
         assert command.found.startswith("2, 1 of them for this machine only")

@@ -10,14 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
-from penstock.flows.cli import main
 from penstock.flows.runtime import child_process
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.services import stack
@@ -40,9 +39,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def test_taken_port_is_refused_in_one_line(taken_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--store", str(tmp_path), "--mlflow-port", str(taken_port)]) == 2
-    error = capsys.readouterr().err
+def test_taken_port_is_refused_in_one_line(taken_port: int, tmp_path: Path, printed: Callable[..., str]) -> None:
+    error = printed("up", "--store", str(tmp_path), "--mlflow-port", str(taken_port), code=2)
     assert f"port {taken_port} on 127.0.0.1 is taken: give another --mlflow-port" in error
     assert error.count("\n") == 1
 
@@ -57,11 +55,8 @@ def test_taken_port_is_refused_in_one_line(taken_port: int, tmp_path: Path, caps
         (["down", "all"], "takes no arguments; found 'all'"),
     ],
 )
-def test_bad_arguments_of_up_and_down_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
+def test_bad_arguments_of_up_and_down_are_refused(words: list[str], message: str, printed: Callable[..., str]) -> None:
+    assert message in printed(*words, code=2)
 
 
 def test_store_used_last_is_shown_unless_others_are_given(
@@ -85,44 +80,41 @@ def record_up(state: Path, process: psutil.Process, **pages: str) -> None:
     stack.write_private(state / "penstock" / "services" / "up.json", json.dumps(asdict(up)))
 
 
-def test_second_up_prints_the_links_of_the_first(
-    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_up_prints_the_links_of_the_first(state: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
     store = Store(str(tmp_path / "s"), probe=False).uri
     record_up(
         state, psutil.Process(), **{store: "http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock"}
     )
-    assert main(["up", "--store", store]) == 0
-    out = capsys.readouterr().out
+    out = printed("up", "--store", store)
     assert f"runs already (process {os.getpid()})" in out
     assert (
         "http://127.0.0.1:4299/runs" in out
         and f"http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock  {store}" in out
     )
-    assert main(["up", "--store", store, "--store", str(tmp_path / "other")]) == 2
-    assert f"it does not show --store {tmp_path / 'other'}" in capsys.readouterr().err
+    assert f"it does not show --store {tmp_path / 'other'}" in printed(
+        "up", "--store", store, "--store", str(tmp_path / "other"), code=2
+    )
 
 
-def test_second_up_is_refused_while_the_first_one_starts(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_up_is_refused_while_the_first_one_starts(state: Path, printed: Callable[..., str]) -> None:
     lock = stack.up_path().with_name("up.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert main(["up", "--store", str(state / "store")]) == 2
-    assert "another `penstock up` is starting" in capsys.readouterr().err
+        assert "another `penstock up` is starting" in printed("up", "--store", str(state / "store"), code=2)
 
 
-def test_down_ends_the_process_of_the_record_and_no_other(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["down"]) == 0 and "does not run" in capsys.readouterr().out
+def test_down_ends_the_process_of_the_record_and_no_other(state: Path, printed: Callable[..., str]) -> None:
+    assert "does not run" in printed("down")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         try:
             process = psutil.Process(child.pid)
             record_up(state, process)
             up = json.loads(stack.up_path().read_text())
             stack.up_path().write_text(json.dumps(up | {"started": up["started"] + "0"}))  # the pid is another's now
-            assert main(["down"]) == 0 and "does not run" in capsys.readouterr().out and child.poll() is None
+            assert "does not run" in printed("down") and child.poll() is None
             record_up(state, process)
-            assert main(["down"]) == 0 and f"(process {child.pid})" in capsys.readouterr().out
+            assert f"(process {child.pid})" in printed("down")
             assert not process.is_running()
         finally:
             child.kill()

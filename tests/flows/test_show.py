@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from penstock.flows.cli import main
 from penstock.flows.inspect.run_views import Curve, curve_rows, link_of_start
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.storage.commit import Commit, RunKeys
@@ -40,22 +39,19 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["demo/store", "other"]
 
 
-def test_runs_lists_every_store_around(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs"]) == 0
-    out = capsys.readouterr().out
+def test_runs_lists_every_store_around(stores: list[str], printed: Callable[..., str]) -> None:
+    out = printed("runs")
     first, second = out.split("store other")
     assert first.startswith("store demo/store") and "\nr " in first and "\ns " in second
-    assert main(["runs", "--store", "other"]) == 0
-    out = capsys.readouterr().out
+    out = printed("runs", "--store", "other")
     assert "\ns " in out and "demo/store" not in out
 
 
 def test_runs_without_a_store_around_says_how_to_make_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["runs"]) == 0
-    assert "no runs in" in capsys.readouterr().out
+    assert "no runs in" in printed("runs")
 
 
 def test_stores_are_found_below_and_above_but_not_in_hidden_directories(tmp_path: Path) -> None:
@@ -73,11 +69,8 @@ def test_stores_are_found_below_and_above_but_not_in_hidden_directories(tmp_path
     )
 
 
-def test_show_finds_the_store_of_a_run_and_draws_its_curves(
-    stores: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", "r"]) == 0
-    out = capsys.readouterr().out
+def test_show_finds_the_store_of_a_run_and_draws_its_curves(stores: list[str], printed: Callable[..., str]) -> None:
+    out = printed("show", "r")
     assert "6 of 9 rounds, finished; penstock resume r" in out and stores[0] in out
     rows = dict(line.split(maxsplit=1) for line in out.splitlines() if line.strip() and line[0] != " ")
     assert "->" in rows["reward"] and any(block in rows["reward"] for block in "▁▅█")
@@ -87,29 +80,27 @@ def test_show_finds_the_store_of_a_run_and_draws_its_curves(
 
 
 def test_show_counts_the_weight_update_in_the_time_of_the_next_round(
-    stores: list[str], capsys: pytest.CaptureFixture[str]
+    stores: list[str], printed: Callable[..., str]
 ) -> None:
-    assert main(["show", "r"]) == 0
-    assert "seconds" not in capsys.readouterr().out, "equal in all rounds"
+    assert "seconds" not in printed("show", "r"), "equal in all rounds"
     outbox = Outbox(tracking_directory(Store(stores[0]), "r"))
     for step, value in ((4, 1000.0), (5, 5000.0)):  # after round 4, and after the last one
         metrics = {"perf/update_weights_time": value}
         outbox.append(f"publish-{step + 1}", {"type": "metrics", "at": 1.0, "step": step, "metrics": metrics})
     with (tracking_directory(Store(stores[0]), "r") / OUTBOX).open("a") as file:
         file.write('{"key": "publish-7", "type": "metrics", "at"')  # of a killed process
-    assert main(["show", "r"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("seconds"))
+    row = next(line for line in printed("show", "r").splitlines() if line.startswith("seconds"))
     assert float(row.split()[-1]) - float(row.split()[-3]) == pytest.approx(1000)
 
 
 def test_show_of_a_run_in_no_store_or_in_two_names_the_stores(
-    stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stores: list[str], tmp_path: Path, printed: Callable[..., str]
 ) -> None:
-    assert main(["show", "ghost"]) == 2 and "has no run 'ghost'" in capsys.readouterr().err
-    assert main(["samples", "s"]) == 2 and "(run 's' is in other)" in capsys.readouterr().err
+    assert "has no run 'ghost'" in printed("show", "ghost", code=2)
+    assert "(run 's' is in other)" in printed("samples", "s", code=2)
     (tmp_path / "demo" / "store" / "runs" / "s").mkdir()
     (tmp_path / "demo" / "store" / "runs" / "s" / "run.json").write_text("{}")
-    assert main(["show", "s"]) == 2 and "2 stores have a run 's' (demo/store, other)" in capsys.readouterr().err
+    assert "2 stores have a run 's' (demo/store, other)" in printed("show", "s", code=2)
 
 
 def test_curve_and_its_text_fit_the_width() -> None:
@@ -191,11 +182,10 @@ def test_show_links_to_a_present_server_that_shows_the_flow_run_of_an_earlier_on
     assert link_of_start(Start(host="h", flow_run="another")) == ""
 
 
-def test_show_links_to_the_page_of_a_start(stores: list[str], origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_links_to_the_page_of_a_start(stores: list[str], origin: str, printed: Callable[..., str]) -> None:
     store = Store(stores[0])
     record_start(store, RunKeys("r"), Start(host="third", flow_run=f"{origin}/runs/flow-run/mine"))
-    assert main(["show", "r"]) == 0
-    assert f"on third, killed, {origin}/runs/flow-run/mine\n" in capsys.readouterr().out
+    assert f"on third, killed, {origin}/runs/flow-run/mine\n" in printed("show", "r")
 
 
 def test_link_is_left_out_if_its_server_does_not_answer_or_is_another(origin: str) -> None:

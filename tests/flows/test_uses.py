@@ -12,7 +12,7 @@ import pytest
 from penstock.flows.commands import doctor
 from penstock.flows.config import RunConfig
 from penstock.flows.install import uses
-from penstock.flows.install.uses import Lack, Targets, Use
+from penstock.flows.install.uses import Targets, Use
 from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
 
@@ -25,17 +25,17 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(uses, "has_cuda", lambda: False)
     monkeypatch.setattr(uses, "missing_packages", lambda kind: [])
-    monkeypatch.setattr(uses, "missing_packages_of_extra", lambda extra: [])
+    monkeypatch.setattr(uses, "missing_requirements", lambda extras, source, pins: [])
     monkeypatch.setattr(uses, "shared_memory", lambda: 32 << 30)
 
 
 def lines(use: Use) -> str:
-    return "\n".join(f"{lack.found} | {lack.remedy}" for lack in use.lacks)
+    return "\n".join(f"{found} | {remedy}" for found, remedy in use.lacks)
 
 
 def test_demo_names_setup_and_the_flag_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uses.check_demo(Targets()).command.endswith("penstock demo")
-    monkeypatch.setattr(uses, "missing_packages", lambda kind: [Lack("ray: not installed", f"penstock setup --{kind}")])
+    monkeypatch.setattr(uses, "missing_packages", lambda kind: [("ray: not installed", f"penstock setup --{kind}")])
     monkeypatch.setattr(uses, "shared_memory", lambda: 64 << 20)
     said = lines(uses.check_demo(Targets()))
     assert "ray: not installed | penstock setup --cpu" in said and "docker run --shm-size" in said
@@ -46,7 +46,7 @@ def test_one_gpu_needs_a_driver_new_glibc_and_packages_for_cuda(monkeypatch: pyt
     monkeypatch.setattr(uses, "has_cuda", lambda: True)
     assert not uses.check_one_gpu(Targets()).lacks
     monkeypatch.setattr(uses.platform, "libc_ver", lambda: ("glibc", "2.31"))
-    monkeypatch.setattr(uses, "missing_packages", lambda kind: [Lack("torch", f"penstock setup --{kind}")])
+    monkeypatch.setattr(uses, "missing_packages", lambda kind: [("torch", f"penstock setup --{kind}")])
     said = lines(uses.check_one_gpu(Targets()))
     assert "glibc 2.31" in said and "penstock setup --cuda" in said
 
