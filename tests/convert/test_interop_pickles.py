@@ -133,6 +133,10 @@ def test_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) -> N
 
         from penstock.engines.megatron.checkpoints import torch_dist as checkpoints
 
+        def load() -> Any:
+            strategies = checkpoints.SafeLoadStrategy(), checkpoints.SafeCommonStrategy()
+            return checkpoints.dist_checkpointing.load(state(), str(directory), *strategies)
+
         def state(content: Any = None) -> dict[str, Any]:
             return {"random": ShardedObject("random", content, (1,), (0,))}
 
@@ -141,7 +145,7 @@ def test_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) -> N
         checkpoints.dist_checkpointing.save(
             state({"torch": torch.arange(3)}), str(directory), checkpoints.PlainWriter()
         )
-        assert checkpoints._load_sharded(state(), directory)["random"]["torch"].tolist() == [0, 1, 2]
+        assert load()["random"]["torch"].tolist() == [0, 1, 2]
         found = pickle.loads((directory / METADATA).read_bytes())
         (place,) = found.storage_data.values()
         planted = io.BytesIO()
@@ -150,7 +154,7 @@ def test_byte_entry_with_a_payload_is_refused(tmp_path: Path, marker: Path) -> N
         place.offset, place.length = 0, len(planted.getvalue())
         (directory / METADATA).write_bytes(pickle.dumps(found))
         with pytest.raises(ModelError) as error:
-            checkpoints._load_sharded(state(), directory)
+            load()
         check_refused(error, f"{directory}: random/shard_0_1", marker)
 
 

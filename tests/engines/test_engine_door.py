@@ -99,6 +99,7 @@ NEEDS = {
     Capability.IN_PLACE: "--async-mode streaming --pause-generation-mode in_place",
     Capability.EXTERNAL: "--rollout-external-engine-addrs 127.0.0.1:7",
     Capability.ROUTER: "--router-policy random",
+    Capability.IMAGES: "--hf-checkpoint {vision}",
     Capability.PYTHON: "--engine-python /bin/python",
 }
 
@@ -109,7 +110,10 @@ def test_an_option_of_the_engine_is_refused_unless_the_backend_has_its_capabilit
 ) -> None:
     monkeypatch.setattr(StubBackend, "capabilities", frozenset())
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    words = [*WORDS, "--num-rollout", "1", *NEEDS[capability].format(quantized=tmp_path).split()]
+    vision = tmp_path / "vision"
+    vision.mkdir()
+    (vision / "config.json").write_text('{"vision_config": {}}')
+    words = [*WORDS, "--num-rollout", "1", *NEEDS[capability].format(quantized=tmp_path, vision=vision).split()]
 
     def check(*more: str) -> None:
         check_options(Flow.TRAIN, derive(parse_config([*words, *more])))
