@@ -313,7 +313,7 @@ class PackedMicrobatch:
             tokens: tokens (of T) whose hidden states this rank has: all, except under context parallelism.
             group: context-parallel ranks that hold the other positions of the same sequences.
         """
-        kept = (self.trained >= tokens.start) & (self.trained < tokens.stop)
+        kept = slice(*torch.searchsorted(self.trained, torch.tensor([tokens.start, tokens.stop])).tolist())
         return replace(
             self,
             trained=(self.trained[kept] - tokens.start).to(device),
