@@ -62,6 +62,7 @@ def test_logits_and_gradients_equal_transformers(world: None, references: dict[s
         assert (gradients[key] - expected).abs().max() < TOLERANCE * expected.abs().max(), key
 
 
+@pytest.mark.integration
 def test_every_layout_equals_transformers(run_two_ranks: Callable[..., str]) -> None:
     assert "experts, qwen3-vl-moe" in run_two_ranks("vision_ranks.py")
 

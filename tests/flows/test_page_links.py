@@ -202,6 +202,7 @@ def expect(page: Page, text: str) -> None:
     page.wait_for(f"document.body.innerText.includes({json.dumps(text)})")
 
 
+@pytest.mark.integration
 @needs_browser
 @pytest.mark.integration
 def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, terminal: None) -> None:
@@ -236,6 +237,7 @@ def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, terminal: None
         expect(page, "brave-llama")
 
 
+@pytest.mark.integration
 @needs_browser
 @pytest.mark.integration
 @pytest.mark.parametrize(

@@ -305,6 +305,7 @@ def text_of(page: Page, selector: str) -> str:
     return page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_page_shows_what_happens_now(opened: Page) -> None:
     now = text_of(opened, "#now")
@@ -319,6 +320,7 @@ def test_page_shows_what_happens_now(opened: Page) -> None:
     assert "engine 0 5, engine 1 2" in text_of(opened, "#machine")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_text_without_an_activity_agrees_with_the_requests(opened: Page, store: Store) -> None:
     write_status(store, **running_status(activities=[]))
@@ -328,6 +330,7 @@ def test_text_without_an_activity_agrees_with_the_requests(opened: Page, store: 
     opened.wait_for("document.querySelector('#now').innerText.includes('between two stages')")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_run_without_gpus_generates_tokens_per_engine_process(opened: Page, store: Store) -> None:
     write_status(store, **running_status(lanes=[{"name": "engine 0", "group": "engines", "devices": "CPU"}]))
@@ -335,6 +338,7 @@ def test_run_without_gpus_generates_tokens_per_engine_process(opened: Page, stor
     assert "generated, per engine process" in text_of(opened, "#speed") and "GPU" not in text_of(opened, "#speed")
 
 
+@pytest.mark.integration
 @needs_browser
 @pytest.mark.parametrize(
     "title, most", [("CPU", "=== 100"), ("GPU use", "=== 100"), ("Memory", "> 4"), ("GPU memory", "> 60")]
@@ -344,6 +348,7 @@ def test_axis_of_the_machine_begins_at_zero(opened: Page, title: str, most: str)
     opened.wait_for(f"{plot}.scales.y.min === 0 && {plot}.scales.y.max {most}")
 
 
+@pytest.mark.integration
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colour_of_offload_differs_visibly_from_that_of_train(opened: Page, scheme: str) -> None:
@@ -356,6 +361,7 @@ def test_colour_of_offload_differs_visibly_from_that_of_train(opened: Page, sche
     assert math.dist(offload, train) > 150
 
 
+@pytest.mark.integration
 @needs_browser
 def test_each_engine_and_the_trainer_have_a_lane(opened: Page) -> None:
     press = "document.querySelector('#lanes .plot').dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}))"
@@ -373,6 +379,7 @@ def test_each_engine_and_the_trainer_have_a_lane(opened: Page) -> None:
     assert "Engines and trainer have GPUs of their own." in text_of(opened, "#lanes")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_hostile_text_is_shown_as_text(opened: Page) -> None:
     opened.evaluate("document.querySelector('#samples').scrollIntoView()")
@@ -393,6 +400,7 @@ def test_hostile_text_is_shown_as_text(opened: Page) -> None:
     assert by_mask[0] == "transparent" and by_mask[1] == by_mask[2] != "transparent"
 
 
+@pytest.mark.integration
 @needs_browser
 def test_page_follows_the_run_and_sees_its_end(opened: Page, store: Store, tmp_path: Path) -> None:
     commit_hostile_round(store, 3)
@@ -405,6 +413,7 @@ def test_page_follows_the_run_and_sees_its_end(opened: Page, store: Store, tmp_p
     assert "4 of 9" in text_of(opened, "#header") and "round 3: reward" in text_of(opened, "#learning")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_page_fits_a_phone(opened: Page) -> None:
     opened.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
@@ -413,6 +422,7 @@ def test_page_fits_a_phone(opened: Page) -> None:
     assert opened.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.integration
 @needs_browser
 def test_list_of_runs_links_to_the_run(opened: Page) -> None:
     opened.evaluate("document.querySelector('#header a').click()")

@@ -135,6 +135,7 @@ def test_two_servers_have_other_secrets() -> None:
         assert request(two, two.directory, logged_in=False, Cookie=f"penstock={one.login}")[0] == 401
 
 
+@pytest.mark.integration
 def test_connections_above_the_limit_are_closed_and_the_server_continues() -> None:
     with PageServer(respond) as server:
         held = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(MAX_CONNECTIONS)]

@@ -344,6 +344,7 @@ def set_input(page: Page, selector: str, value: str) -> None:
     )
 
 
+@pytest.mark.integration
 @needs_browser
 def test_page_shows_curves_and_filters_samples(opened: Page) -> None:
     assert opened.evaluate("document.querySelector('h1').textContent") == "r"
@@ -362,6 +363,7 @@ def test_page_shows_curves_and_filters_samples(opened: Page) -> None:
     opened.wait_for(f"{status}.startsWith('2 samples')")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_hostile_sample_is_shown_as_text(opened: Page) -> None:
     set_input(opened, "#filter-text", "window.attacked")
@@ -372,6 +374,7 @@ def test_hostile_sample_is_shown_as_text(opened: Page) -> None:
     time.sleep(0.2)  # an injected image would have failed to load by now; `opened` checks that none did
 
 
+@pytest.mark.integration
 @needs_browser
 def test_same_prompt_is_shown_in_all_rounds(opened: Page) -> None:
     opened.evaluate("document.querySelector('#same-prompt').click()")
@@ -380,6 +383,7 @@ def test_same_prompt_is_shown_in_all_rounds(opened: Page) -> None:
     assert opened.evaluate(rounds) == [str(r) for r in range(ROUNDS)]
 
 
+@pytest.mark.integration
 @needs_browser
 def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
     set_input(opened, "#filter-text", "answer 1 in round 3")
@@ -405,6 +409,7 @@ def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
     assert readout.endswith("gap 0.05, advantage 0.5, policy version 2")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_curve_is_read_with_the_keyboard(opened: Page) -> None:
     curve = "document.querySelector('#curves figure')"
@@ -415,6 +420,7 @@ def test_curve_is_read_with_the_keyboard(opened: Page) -> None:
     opened.wait_for(f"{curve}.querySelectorAll('tbody tr').length === {ROUNDS}")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_page_fits_a_phone_and_prints(opened: Page) -> None:
     opened.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
@@ -425,6 +431,7 @@ def test_page_fits_a_phone_and_prints(opened: Page) -> None:
     assert pdf.startswith("JVBERi")  # %PDF
 
 
+@pytest.mark.integration
 @needs_browser
 @pytest.mark.parametrize(
     "value, least, most", [(0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1), (0.83, 0.4, 1.05), (1, 0.5, 1.05)]
@@ -436,6 +443,7 @@ def test_curve_of_equal_values_has_an_axis_on_the_side_of_its_value(
     assert low >= least and high <= most and low < high
 
 
+@pytest.mark.integration
 @needs_browser
 def test_axis_of_evaluations_includes_their_intervals(opened: Page) -> None:
     plot = "[...plots].find((plot) => plot.root.closest('figure')?.innerText.startsWith('Evaluation reward'))"
@@ -443,6 +451,7 @@ def test_axis_of_evaluations_includes_their_intervals(opened: Page) -> None:
     opened.wait_for(f"{plot}.scales.y.min < 0.25 && {plot}.scales.y.max > 0.75")  # the means are 0.5
 
 
+@pytest.mark.integration
 @needs_browser
 def test_bar_of_the_time_line_is_read_with_the_keyboard_and_the_pointer(opened: Page) -> None:
     plot = "document.querySelector('#timeline .plot')"
@@ -458,6 +467,7 @@ def test_bar_of_the_time_line_is_read_with_the_keyboard_and_the_pointer(opened: 
     opened.wait_for(f"{readout}.startsWith('rollout round 0: 40 s')")
 
 
+@pytest.mark.integration
 @needs_browser
 def test_list_of_samples_shows_the_beginning_of_the_prompt_and_both_ends_of_the_response(opened: Page) -> None:
     long = opened.evaluate("shorten('first ' + 'x'.repeat(500) + ' last')")

@@ -97,6 +97,7 @@ def test_influence_is_the_inner_product_of_gradients(tmp_path: Path, monkeypatch
     assert np.abs(exact).max() * size > 1e-3
 
 
+@pytest.mark.integration
 def test_the_poisoned_round_and_its_groups_are_found(tmp_path: Path) -> None:
     rounds, ranked = 0, 0
     for seed in range(SEEDS):
