@@ -108,14 +108,18 @@ def parts_apart(gpus: int) -> Iterator[Part]:
 
 def parts_with_long_tail(gpus: int) -> Iterator[Part]:
     """Yield the parts whose lengths have a long tail: synchronous, with trainer and engines on the same GPUs; and with
-    trainer and engines apart and one round of staleness."""
+    trainer and engines apart and one round of staleness, by rounds generated ahead and by streaming."""
     generate = f"--custom-generate-function-path {LONG_TAIL}"
     yield Part("tail", "1.7b", gpus, PERCENTILE_99, f"{COLOCATE} {ranks(gpus)} {generate}", note="synchronous")
-    for engines in sorted({gpus // 2, gpus // 4} - {0}):
-        options = f"--rollout-num-gpus {engines} --update-weight-transport nccl {ranks(gpus - engines)} {generate}"
-        options += " --async-mode streaming --max-staleness 1"
-        note = f"{gpus - engines}and{engines}-stale1"
-        yield Part("tail", "1.7b", gpus, PERCENTILE_99, options, note=note, warm_up=2, measured=4)
+    for engines in sorted({gpus // 2, gpus // 4} - {0}, reverse=True):
+        apart = f"--rollout-num-gpus {engines} --update-weight-transport nccl {ranks(gpus - engines)} {generate}"
+        # Streaming needs SGLang 0.5.21.
+        for mode, words in {
+            "ahead1": "--async-buffer-size 1",
+            "stale1": "--async-mode streaming --max-staleness 1",
+        }.items():
+            note = f"{gpus - engines}and{engines}-{mode}"
+            yield Part("tail", "1.7b", gpus, PERCENTILE_99, f"{apart} {words}", note=note, warm_up=2, measured=4)
 
 
 def ranks(number: int) -> str:

@@ -219,7 +219,7 @@ def read_figures(run: PartRun) -> dict[str, Any]:
     mfu = [steps[r].summary.get("perf/actor_train_mfu") for r in steady]
     return {
         "seconds of a round": round(wall, 3),
-        "floor of a round": round(max(stages) if "--async-mode" in part.options else sum(stages), 3),
+        "floor of a round": round(max(stages) if "--async-" in part.options else sum(stages), 3),
         "parts of a round": {name: round(value, 3) for name, value in seconds.items()},
         "tokens/s per GPU": round(total / wall / part.gpus, 1),
         "trained tokens/s per GPU": round(trained / wall / part.gpus, 1),
