@@ -22,6 +22,8 @@ OVERWRITTEN = "overwritten"
 UPDATING = "updating:"  # prefix of the reported version during an update; remains if the update fails halfway
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MEMORY_TIMEOUT = 300.0  # seconds
+# Buffers of M-RoPE that SGLang computes, but whose names its checks of weights do not skip by themselves (0.5.21).
+COMPUTED = {"skip_tensor_list": ["rotary_emb.axis_map"]}
 
 # Requests contain an API key, and engines are in the private network of the nodes, so no proxy must be used.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -103,7 +105,7 @@ def release_and_tp_size(url: str) -> tuple[tuple[int, ...], int]:
 
 def weight_checksums(url: str) -> list[dict[str, str]]:
     """Return for each rank of the server: name of a parameter or buffer -> checksum of its values."""
-    answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout=600)
+    answer = call_server(url, "/weights_checker", {"action": "checksum", **COMPUTED}, timeout=600)
     return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
 
@@ -157,4 +159,4 @@ def overwrite_weights(url: str) -> None:
     """Overwrite all parameters and buffers with random values, except the buffers that SGLang computes itself."""
     state = "" if has_kv_cache(weight_version(url)) else LOADING
     set_weight_version(url, f"{state}{OVERWRITTEN}")
-    call_server(url, "/weights_checker", {"action": "reset_tensors"}, MEMORY_TIMEOUT)
+    call_server(url, "/weights_checker", {"action": "reset_tensors", **COMPUTED}, MEMORY_TIMEOUT)

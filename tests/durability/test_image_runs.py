@@ -1,0 +1,89 @@
+"""Kills, replay, fork and audit of runs whose prompts have images."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from harness import Pipeline, World, tiny_flags
+from matrix import kill_at, verdict
+from penstock_command import penstock
+
+from penstock.storage.blobs import blob_key
+from penstock.storage.commit import RunKeys
+from penstock.storage.maintenance.audit import audit_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+EXAMPLE = Path(__file__).parents[2] / "examples/shapes/data.py"
+
+
+@pytest.fixture
+def pictures(world: World) -> World:
+    """The world with the model and the pictures of examples/shapes."""
+    root = world.root / "shapes"
+    runpy.run_path(str(EXAMPLE))["main"](str(root))
+    rows = (root / "train.jsonl").read_text().splitlines(keepends=True)
+    world.model, world.train_data, world.eval_data = root / "model", root / "few.jsonl", root / "eval.jsonl"
+    world.train_data.write_text("".join(rows[:12]))
+    world.eval_data.write_text("".join(rows[12:16]))
+    world.start_prefect()
+    return world
+
+
+def flags_of(world: World, rounds: int) -> list[str]:
+    short = ["--rollout-max-response-len", "4", "--eval-max-response-len", "4"]
+    return [
+        *tiny_flags(world, rounds, "plain"),
+        *short,
+        "--multimodal-keys",
+        '{"image": "images"}',
+        "--no-freeze-vision",
+    ]
+
+
+def check_images(pipeline: Pipeline, rounds: int) -> None:
+    """Check that every round lists its images, that the store has them, and that engine and trainer saw the same."""
+    for number in range(rounds):
+        rollout = pipeline.store.committed(pipeline.keys.rollout_prefix(number))
+        step = pipeline.store.committed(pipeline.keys.step_prefix(number))
+        assert rollout is not None and step is not None
+        assert rollout.blobs and all(pipeline.store.read(blob_key(digest)) for digest in rollout.blobs)
+        assert step.summary["train/train_rollout_logprob_abs_diff"] < 1e-5
+        assert step.state["fingerprint"]["images"]["processor"] == "Qwen2VLImageProcessorPil"
+
+
+def test_run_with_images_survives_kills_and_replays_bit_for_bit(pictures: World) -> None:
+    """The pictures are gone before the replay: the store has all that it needs."""
+    pipeline = Pipeline(pictures, "images", str(pictures.root / "store"), flags_of(pictures, 3))
+    kills = kill_at(pipeline, [("rollout-after-upload", "tree"), ("publish-after", "engine")])
+    assert all(kill["num_killed"] for kill in kills)
+    (pictures.root / "shapes/pictures").rename(pictures.root / "elsewhere")
+    assert verdict(pipeline, "plain")["replayed_rounds"] == 3
+    check_images(pipeline, 3)
+
+
+@pytest.mark.full
+def test_run_with_images_on_a_faulty_object_store_survives_kills_and_is_forked(pictures: World) -> None:
+    options = pictures.start_s3(faults=0.05)
+    pipeline = Pipeline(pictures, "images", "s3://bucket/store", flags_of(pictures, 4), options)
+    schedule = [
+        ("convert-writing", "trainer"),
+        ("eval-generating", "engine"),
+        ("rollout-before-upload", "tree"),
+        ("rollout-after-upload", "trainer"),
+        ("train-mid-step", "tree"),
+        ("publish-before", "engine"),
+        ("checkpoint-saving", "trainer"),
+        ("export-writing", "tree"),
+    ]
+    assert all(kill["num_killed"] for kill in kill_at(pipeline, schedule))
+    assert verdict(pipeline, "plain")["replayed_rounds"] == 4
+    check_images(pipeline, 4)
+    words = ("images", "--at", "3", "--name", "faster", "--lr", "2e-3")
+    penstock("fork", *words, *pipeline._place, env=pictures.environment)
+    fork = Pipeline(pictures, "faster", "s3://bucket/store", (), options)
+    penstock("resume", "faster", *pipeline._place, env=pictures.environment)
+    assert audit_run(fork.store, RunKeys("faster"), verify_hashes=True).problems == []
+    assert fork.replay() == 4
+    check_images(fork, 4)
