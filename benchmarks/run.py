@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
@@ -157,9 +162,9 @@ def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
 def measure_rollout_stage(
     config: PostTrainConfig, store: Store, repeats: int
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Start the engines of `config`, and generate its first round repeatedly: "requests" sends the round's requests to
-    the first engine without the stage, "stage" is the whole rollout stage with its commit. The prefix cache is flushed
-    before each measurement.
+    """Start the engines of `config`, and generate its first round repeatedly: "stage" is the whole rollout stage with
+    its commit, "requests" sends the requests of a stage, recorded before, to the first engine without the stage. The
+    prefix cache is flushed before each measurement.
 
     Returns:
         {"requests": [...], "stage": [...]}, the tokens/s of each measurement in the order requests, stage, stage,
@@ -169,7 +174,7 @@ def measure_rollout_stage(
     from penstock.engines.serving.pool import start_pool
     from penstock.flows.runtime.engine_options import engine_options
     from penstock.stages.rollout.group import make_grader
-    from penstock.stages.rollout.prompts.data_source import RolloutRound, new_groups
+    from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.prompts.source import PromptSource
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -177,30 +182,24 @@ def measure_rollout_stage(
     rollout, at = config.rollout, RolloutRound("bench", 0, 0)
     source = PromptSource.open(rollout)
     tokenizer = PromptTokenizer(config.convert.hf_checkpoint, apply_chat_template=rollout.apply_chat_template)
-    prompts = source.take(source.restore(None), rollout.rollout_batch_size)[0]
-    bodies = [
-        {
-            "input_ids": [sample.token_ids for sample in group],
-            "sampling_params": rollout.sampling_params(),
-            "return_logprob": True,
-        }
-        for group in new_groups(prompts, tokenizer, at, rollout.n_samples_per_prompt)
-    ]
     cluster = Cluster.start()
     try:
         options = engine_options(config).replace_spec_fields(weight_version="bench/0")
         pool = start_pool(cluster, options)
         url = pool.urls[0]
-        asyncio.run(send_requests(url, bodies[: max(1, len(bodies) // 8)]))  # warm up
         stage_seconds: list[float] = []
+        numbers = itertools.count()
         with make_grader(rollout) as grader:
             context = RolloutContext(store, rollout, source, tokenizer, [url], grader)
 
             def stage() -> int:
-                commit = rollout_stage(context, f"bench/{len(stage_seconds)}", at)
+                commit = rollout_stage(context, f"bench/{next(numbers)}", at)
                 stage_seconds.append(sum(commit.seconds.values()))
                 return round(commit.summary["rollout/response_len/mean"] * commit.summary["rollout/num_samples"])
 
+            with recorded_requests() as bodies:
+                stage()  # warm up
+            stage_seconds.clear()
             work = {"requests": lambda: asyncio.run(send_requests(url, bodies)), "stage": stage}
             speeds: dict[str, list[float]] = {name: [] for name in work}
             for name in [*work, *reversed(work)] * repeats:  # alternate, so that a slow minute affects both
@@ -212,6 +211,23 @@ def measure_rollout_stage(
         return speeds, stage_seconds
     finally:
         cluster.stop()
+
+
+@contextmanager
+def recorded_requests() -> Iterator[list[dict]]:
+    """Return the list to which the bodies of all /generate requests are added that SGLang gets in this context."""
+    from penstock.engines.sglang.client import SGLangClient
+
+    bodies: list[dict] = []
+    post = SGLangClient._post
+
+    async def record(client: SGLangClient, url: str, path: str, body: dict, *more: Any) -> Any:
+        if path == "/generate":
+            bodies.append({name: value for name, value in body.items() if name != "rid"})
+        return await post(client, url, path, body, *more)
+
+    with patch.object(SGLangClient, "_post", record):
+        yield bodies
 
 
 async def flush_prefix_cache(url: str) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/rollout.py DIRECTORY [--model 4b] [--prompts 64] [--samples 8] [--response-len 1024]
         [-- OPTIONS]
-    python benchmarks/gpu/rollout.py DIRECTORY --model tiny --response-len 64      # rehearsal on a CPU
+    python benchmarks/gpu/rollout.py DIRECTORY --model tiny --response-len 64      # rehearsal on a CPU; also: tiny-vl
 
 OPTIONS are further options of `penstock train`. The stage includes prompts, rewards, shards and commit. The reference,
 called floor in the report, is the speed of the direct requests: same prompts, groups, sampling parameters and lengths.
@@ -22,7 +22,7 @@ from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu_models import QWEN3, train_arguments
+from gpu_models import MODELS, train_arguments
 from report import make_parser, parse_options, write_report
 from run import measure_rollout_stage
 
@@ -32,7 +32,7 @@ GOAL = 0.97
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("directory", type=Path, help="directory for models and prompts")
-    parser.add_argument("--model", choices=QWEN3, default="0.6b")
+    parser.add_argument("--model", choices=MODELS, default="0.6b")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--response-len", type=int, default=1024, help="tokens of each sample")
