@@ -252,9 +252,9 @@ class Pipeline:
         where = ["--store", store]
         if options:
             where += ["--store-options", *(f"{name}={json.dumps(value)}" for name, value in options.items())]
-        self._place = [*where, *(["--ray-address", ray_address] if ray_address else [])]
+        self.place = [*where, *(["--ray-address", ray_address] if ray_address else [])]
         # tests/convert/test_logits.py compares logits; here it would be 3 s of processor time for every run
-        self._flags = ["--run", run, "--check-logits", "false", *self._place, *flags]
+        self._flags = ["--run", run, "--check-logits", "false", *self.place, *flags]
         self._process: subprocess.Popen[bytes] | None = None
         self.command = "train"
         self.num_starts = 0
@@ -263,7 +263,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Start or resume the run, alternately by the same command and by `penstock resume`."""
-        words = ["resume", self.keys.run, *self._place] if self.num_starts % 2 else [self.command, *self._flags]
+        words = ["resume", self.keys.run, *self.place] if self.num_starts % 2 else [self.command, *self._flags]
         self.num_starts += 1
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -415,7 +415,7 @@ class Pipeline:
     def replay(self) -> int:
         """Check that a replay of the commits gives the same weights, bit for bit. Return the number of rounds."""
         report = self.world.root / f"{self.keys.run}-replay.json"
-        penstock("replay", self.keys.run, *self._place, "--json", str(report), env=self.world.environment)
+        penstock("replay", self.keys.run, *self.place, "--json", str(report), env=self.world.environment)
         replayed = json.loads(report.read_text())
         for rollout_id, round in replayed.items():
             commit = self.store.committed(self.keys.step_prefix(int(rollout_id)))

@@ -11,8 +11,6 @@ from matrix import kill_at, verdict
 from penstock_command import penstock
 
 from penstock.storage.blobs import blob_key
-from penstock.storage.commit import RunKeys
-from penstock.storage.maintenance.audit import audit_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 EXAMPLE = Path(__file__).parents[2] / "examples/shapes/data.py"
@@ -64,7 +62,7 @@ def test_run_with_images_survives_kills_and_replays_bit_for_bit(pictures: World)
 
 
 @pytest.mark.full
-def test_run_with_images_on_a_faulty_object_store_survives_kills_and_is_forked(pictures: World) -> None:
+def test_run_with_images_on_a_faulty_object_store_survives_kills(pictures: World) -> None:
     options = pictures.start_s3(faults=0.05)
     pipeline = Pipeline(pictures, "images", "s3://bucket/store", flags_of(pictures, 4), options)
     schedule = [
@@ -80,10 +78,19 @@ def test_run_with_images_on_a_faulty_object_store_survives_kills_and_is_forked(p
     assert all(kill["num_killed"] for kill in kill_at(pipeline, schedule))
     assert verdict(pipeline, "plain")["replayed_rounds"] == 4
     check_images(pipeline, 4)
-    words = ("images", "--at", "3", "--name", "faster", "--lr", "2e-3")
-    penstock("fork", *words, *pipeline._place, env=pictures.environment)
-    fork = Pipeline(pictures, "faster", "s3://bucket/store", (), options)
-    penstock("resume", "faster", *pipeline._place, env=pictures.environment)
-    assert audit_run(fork.store, RunKeys("faster"), verify_hashes=True).problems == []
-    assert fork.replay() == 4
-    check_images(fork, 4)
+
+
+@pytest.mark.full
+def test_fork_of_a_run_with_images_shares_them_and_replays_bit_for_bit(pictures: World) -> None:
+    base = Pipeline(pictures, "base", str(pictures.root / "store"), flags_of(pictures, 3))
+    base.run_until(lambda: False)
+    penstock(
+        "fork", "base", "--at", "2", "--name", "other", "--rollout-seed", "8", *base.place, env=pictures.environment
+    )
+    penstock("resume", "other", *base.place, env=pictures.environment)
+    fork = Pipeline(pictures, "other", str(pictures.root / "store"), ())
+    fork.check()
+    assert fork.replay() == 3
+    check_images(fork, 3)
+    blobs = [[run.store.committed(run.keys.rollout_prefix(n)).blobs for n in range(3)] for run in (base, fork)]
+    assert blobs[0][:2] == blobs[1][:2]

@@ -178,6 +178,14 @@ def test_geometry_removes_the_mistake(run: Run) -> None:
     assert triangles[0][0] < 0.6 and triangles[1][0] > 0.8, triangles
 
 
+def test_shapes_learns_to_name_the_colour_of_a_picture(run: Run) -> None:
+    store, outputs = run("shapes", rounds=30)
+    values = curve(store, "shapes")
+    assert mean(values[:3]) < 0.35 and mean(values[-3:]) > 0.7, values
+    assert max(curve(store, "shapes", "train/train_rollout_logprob_abs_diff", kind="steps")) < 1e-5
+    assert "no problems found" in outputs[-1] and "30 of 30" in outputs[-1]
+
+
 def test_streaming_is_stale_within_its_bound_and_learns(run: Run) -> None:
     store, _ = run("fully_async", rounds=20)
     values = curve(store, "stream")
