@@ -137,15 +137,23 @@ def test_fork_with_other_options_is_searched_from_its_fork_point(store: Store) -
 def test_a_search_restores_evaluates_ranks_and_continues(
     prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The metric is one that has fallen, and the bound lies between its values at the two ends."""
+    """The metric is one that has fallen, and the bound lies between its values at the two ends. The reward has a part
+    and its negative, so one of both has."""
     store, data = Store(str(tmp_path / "store")), make_tiny_data(tmp_path / "data")
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def reward_func(args, sample):\n"
+        "    value = sum(map(ord, sample.response)) % 97 / 97\n"
+        "    return {'score': value, 'plus': value, 'minus': -value}\n"
+    )
 
     def run(*words: str, check: bool = True) -> str:
         result = penstock(*words, "--store", store.root, env=prefect_api, check=check)
         return result.stdout + result.stderr
 
     options = f"""--hf-checkpoint {tiny_model} --prompt-data {data["train"]} --input-key prompt --label-key label
-        --rm-type random --apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 4
+        --custom-rm-path {reward} --reward-key score --apply-chat-template
+        --rollout-batch-size 4 --n-samples-per-prompt 4
         --rollout-max-response-len 8 --num-rollout 4 --save-interval 2 --lr 1e-3 --trainer-threads 1
         --check-logits false --eval-prompt-data sums {data["train"]} --eval-interval 4"""
     run("train", "--run", "base", *options.split())
@@ -158,7 +166,7 @@ def test_a_search_restores_evaluates_ranks_and_continues(
     assert values().keys() == {0, 4}
     first, last = (store.committed(keys.eval_prefix(version, "sums")) for version in (0, 4))
     assert first is not None and last is not None
-    name = next(name for name, value in first.summary.items() if name[:5] == "eval/" and last.summary[name] < value)
+    name = next(name for name, value in first.summary.items() if "/rewards/" in name and last.summary[name] < value)
     words = ("bisect", "base", "--metric", name, "--below", str((first.summary[name] + last.summary[name]) / 2))
     steps = {r: store.committed(keys.step_prefix(r)) for r in range(4)}
     out = run(*words)

@@ -16,22 +16,11 @@ torch.cuda.synchronize = lambda device=None: None  # SGLang's weight checksums c
 _library = torch.library.Library("torchvision", "DEF")  # the declarations exist as long as this object
 _kernels = torch.library.Library("sgl_kernel", "FRAGMENT")
 for _name in (
-    "apply_multidimensional_rope_cpu",
-    "fused_experts_cpu",
-    "fused_input_proj_cpu",
-    "fused_linear_sigmoid_mul",
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qk_norm_cpu",
-    "fused_qk_norm_rope_cpu",
-    "fused_qk_rmsnorm_apply_from_stats_cpu",
-    "fused_qk_rmsnorm_cpu",
-    "fused_qk_rmsnorm_sumsq_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
     "fused_qkvzba_split_reshape_cat_cpu",
     "fused_sigmoid_mul_cpu",
-    "shared_expert_cpu",
-    "weight_packed_linear",
 ):
     _kernels.define(f"{_name}() -> ()")
 _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
