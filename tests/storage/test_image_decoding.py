@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> Store:
     store.replace(blob_key(names[4]), b"other bytes")
     samples = [
         Sample(
-            sample_id=f"{k}{HOSTILE}", group_id=f"g{k}", trajectory_id=f"{k}", rollout_id=1, prompt=f"<image>colour {k}?",
+            sample_id=f"{k}{HOSTILE}", group_id=f"g{k}", trajectory_id=f"{k}", rollout_id=1, prompt=f"<image>{k}?",
             response="red", token_ids=[1, 2], loss_mask=[0, 1], rollout_logprobs=[0.0, -0.5], reward=k / 2,
             status=Status.COMPLETED, policy_versions=(1, 1), images=images,
         )
