@@ -20,8 +20,10 @@ from image_files import encode, picture
 from made_run import commit_samples, config_of, make_run, write_data
 
 from penstock.flows.cli import main
+from penstock.flows.inspect.read_samples import print_images
 from penstock.flows.inspect.report import make_report
 from penstock.flows.inspect.watch import WatchedRuns
+from penstock.flows.terminal.console import wide_console
 from penstock.storage import image_decoding
 from penstock.storage.blobs import blob_key, write_blobs
 from penstock.storage.commit import RunKeys
@@ -29,6 +31,7 @@ from penstock.storage.errors import DataError, StoreError
 from penstock.storage.image_decoding import THUMBNAIL_SIDE, make_thumbnail, picture_uris
 from penstock.storage.report.page import collect_samples
 from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store, read_commits
 from penstock.storage.web.page_server import PageServer
 
@@ -133,6 +136,9 @@ def test_samples_command_names_the_files(store: Store, capsys: pytest.CaptureFix
     assert len(lines) == 7 and all(Path(line.partition(": ")[2]).is_file() for line in lines[:2])
     assert [line.endswith("(missing: restore it)") for line in lines[2:5]] == [False, True, False]
     assert "penstock-" not in lines[5] and "keys are relative" in lines[5]  # ../../secret
+    samples = read_samples(store, store.committed(KEYS.rollout_prefix(1)))
+    print_images(wide_console(), samples[1], None)  # of the file of a round
+    assert capsys.readouterr().out.splitlines()[0] == f"image 1: {blob_key(samples[1].images[0])}"
     assert main(["samples", "r", "--store", store.root, "--prompt", f"1{HOSTILE}"]) == 0
     assert f"image 1: {store.root}/blobs/" in capsys.readouterr().out
 
