@@ -1,4 +1,4 @@
-"""Images as a vision-language model reads them: decode a file, cut it into patches, count its tokens.
+"""Images as a vision-language model reads them: cut them into patches, count their tokens.
 
 A sample refers to its images by the SHA-256 of the original files, which are blobs of the store (storage/blobs.py).
 Everything else is computed again from these bytes, with equal results on every machine that has the same versions of
@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 import PIL
-from PIL import Image, ImageOps, UnidentifiedImageError, features
+from PIL import Image, features
 
 from penstock.engines.families.shape import image_starts
 from penstock.engines.generation import PromptImage
@@ -32,101 +32,13 @@ from penstock.storage.blobs import read_blob, write_blobs
 from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, ModelError
 from penstock.storage.file_store import FileStore
+from penstock.storage.image_decoding import load_image
 from penstock.storage.samples.sample import Sample
 
-# Other formats of Pillow are refused: EPS starts another program, and many are rarely tested decoders.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-MAX_BYTES = 64 << 20  # of an image file
-MAX_SOURCE_PIXELS = 1 << 26  # 8192 x 8192, 192 MiB in memory; a larger image is refused as a decompression bomb
 KEPT_IMAGES = 256
-MAX_ASPECT_RATIO = 200  # of the Qwen processors
-_ORIENTATION = 0x0112  # EXIF tag
 _STEPS = ("do_resize", "do_rescale", "do_normalize")  # entries of preprocessor_config.json that must not be false
-_HIGH_BYTE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16-bit grey
 _CLASS = "Qwen2VLImageProcessorPil"
 _PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", _CLASS)
-
-
-# ---- decoding --------------------------------------------------------------------------------------------------------
-
-
-def load_image(data: bytes) -> np.ndarray:  # [H, W, 3] uint8
-    """Decode an image file to RGB. Raises DataError, whose message begins with "the image".
-
-    The EXIF orientation is applied. Transparent pixels are composed over white. Palettes, grey, CMYK and YCbCr are
-    converted; 16-bit values keep their high byte. Refused are animations and files of several pages (but of the
-    pictures in a camera's MPO file the first one is read), floating-point pixels, truncated and damaged files, files
-    of more than MAX_BYTES, and images of more than MAX_SOURCE_PIXELS pixels, which are not decoded.
-    """
-    if not data or len(data) > MAX_BYTES:
-        problem = (
-            f"has {len(data) >> 20} MiB; {MAX_BYTES >> 20} are allowed: reduce it"
-            if data
-            else "has no bytes: restore it"
-        )
-        raise DataError(f"the image {problem}")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_before_decoding(image)
-            image.load()
-            return _to_rgb(image)
-    except DataError:
-        raise
-    except Image.DecompressionBombError:
-        raise _too_large_error("more than twice Pillow's limit of pixels") from None
-    except UnidentifiedImageError:
-        raise DataError(
-            f"the image is none of {', '.join(FORMATS)} (it begins with {data[:8]!r}): convert it to PNG or JPEG"
-        ) from None
-    except Exception as error:  # the decoders of Pillow raise many types for damaged files
-        reason = " ".join(str(error).split())[:100] or type(error).__name__
-        raise DataError(f"the image cannot be decoded ({reason}): restore or remove it") from None
-
-
-def _check_before_decoding(image: Image.Image) -> None:
-    width, height = image.size
-    if width * height > MAX_SOURCE_PIXELS:
-        raise _too_large_error(f"{width} x {height} pixels")
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise DataError(
-            f"the image has {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other: "
-            "crop it"
-        )
-    num_frames = getattr(image, "n_frames", 1)
-    if num_frames > 1 and image.format != "MPO":
-        raise DataError(f"the image has {num_frames} frames or pages; one is needed: save the one that is meant")
-
-
-def _too_large_error(size: str) -> DataError:
-    return DataError(
-        f"the image has {size}, but at most {MAX_SOURCE_PIXELS} are decoded (8192 x 8192), since a small file may hold "
-        "a decompression bomb: reduce it"
-    )
-
-
-def _to_rgb(image: Image.Image) -> np.ndarray:
-    """Return a decoded image as [H, W, 3] uint8, upright, over white."""
-    image = ImageOps.exif_transpose(image) if _has_orientation(image) else image
-    if image.mode in _HIGH_BYTE:
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode == "I":  # 16-bit values of PPM and TIFF files
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise DataError("the image has 32-bit pixels: save it with 8 bits per channel")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        raise DataError("the image has floating-point pixels: save it with 8 bits per channel")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.array(image.convert("RGB"))
-
-
-def _has_orientation(image: Image.Image) -> bool:
-    try:
-        return image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-    except Exception:  # damaged metadata do not make the pixels unreadable
-        return False
 
 
 # ---- patches ---------------------------------------------------------------------------------------------------------

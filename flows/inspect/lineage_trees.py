@@ -60,7 +60,7 @@ def print_trees(graph: LineageGraph, node: Node, store: Store, reference: str) -
     run, _, of_run = reference.partition("/")
     kind, _, sample_id = of_run.partition("/")
     if kind == "sample" and node.commit is not None:
-        print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)])
+        print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)], store)
     console.print(f"[bold]{escape(title(node))}[/bold]  {escape(describe(node))}")
     inputs = Tree("made from")
     _add_inputs(graph, inputs, node, {node.id})

@@ -13,15 +13,19 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
 from penstock.flows.options.argv import flag_of_field, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import config_of_round, keys_of_existing_run, open_store, read_existing_record
 from penstock.flows.terminal.console import TerminalConsole, print_table, wide_console
+from penstock.storage.blobs import blob_key
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import OptionError, RunError
+from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.history.lineage_graph import find_samples
 from penstock.storage.preemption import time_limit
 from penstock.storage.samples.sample import Sample, Status, from_table
@@ -91,9 +95,9 @@ def main(argv: list[str]) -> int:
             print(json.dumps(values, ensure_ascii=False))
     elif request.prompt is None:
         for number, samples in columns.items():
-            print_samples(f"{request.number_name} {number} of {request.run}", samples)
+            print_samples(f"{request.number_name} {number} of {request.run}", samples, store)
     else:
-        print_side_by_side(request.number_name, columns)
+        print_side_by_side(request.number_name, columns, store)
     return 0
 
 
@@ -199,23 +203,25 @@ def _read(store: Store, keys: RunKeys, data_set: str | None, number: int) -> lis
 # ---- printing --------------------------------------------------------------------------------------------------------
 
 
-def print_samples(title: str, samples: Iterable[Sample]) -> None:
+def print_samples(title: str, samples: Iterable[Sample], store: Store) -> None:
     """Print samples one below the other."""
     console = TerminalConsole(highlight=False)
     for sample in samples:
         console.rule(f"{title}, sample {escape(sample.sample_id)}", align="left")
         console.print(f"[bold]{describe_sample(sample)}[/bold]")
         console.print(sample.prompt, markup=False, style="dim")
+        print_images(console, sample, store)
         console.print(sample.response, markup=False)
         if sample.label:
             console.print(f"label: {sample.label}", markup=False, style="dim")
 
 
-def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> None:
+def print_side_by_side(number_name: str, columns: dict[int, list[Sample]], store: Store) -> None:
     """Print the responses to one prompt, with one column for each round or version."""
     console = wide_console()
     prompt = next(iter(columns.values()))[0]
     console.print(prompt.prompt, markup=False, style="dim")
+    print_images(console, prompt, store)
     if prompt.label:
         console.print(f"label: {prompt.label}", markup=False, style="dim")
     table = Table(*[f"{number_name} {number}" for number in columns], show_lines=True)
@@ -226,6 +232,22 @@ def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> No
             cells.append(f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}" if sample else "")
         table.add_row(*cells)
     console.print(table)
+
+
+def print_images(console: Console, sample: Sample, store: Store | None) -> None:
+    """Print where the file of each image of a sample is: in a local store a path, which terminals open by a click, else
+    a URI; without a store its key."""
+    for number, digest in enumerate(sample.images, 1):
+        path, link, problem = blob_key(digest), None, ""
+        try:
+            if store and store.size(path) is None:
+                problem = " (missing: restore it)"
+            elif store and store.is_local:
+                link = Path(store.path(path)).as_uri()
+            path = f"{store.uri.rstrip('/')}/{path}" if store else path
+        except (StoreError, OSError) as error:
+            problem = f" ({error})"
+        console.print(Text(f"image {number}: ").append(path, Style(link=link)).append(problem), soft_wrap=True)
 
 
 def describe_sample(sample: Sample) -> str:
@@ -281,6 +303,7 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
         raise OptionError(f"{others[0]} has no effect on the arithmetic of a round: leave it out")
     sample_id, limit = own.get("--explain", ""), parse_integer("--limit", own.get("--limit", "10"))
     stored: StoredRound | None = None
+    store: Store | None = None
     if is_file:
         stored = read_round_file(Path(positional[0]))
     else:
@@ -295,7 +318,7 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
         raise RunError(f"{positional[0]} has no sample {short_repr(sample_id)} in its rounds: give the id of one")
     result = recompute(stored)
     if sample_id:
-        print_explanation(stored, result, ids.index(sample_id), limit)
+        print_explanation(stored, result, ids.index(sample_id), limit, store)
     else:
         names = {"sample": "id", "group": "group", "advantage": "whitened", "weight": "weight", "share": "sum"}
         rows = [{"id": id} | texts_of(stored, result, index) for index, id in enumerate(ids[:limit])]
@@ -340,10 +363,11 @@ def texts_of(stored: StoredRound, result: Recomputed, index: int) -> dict[str, s
     return texts
 
 
-def print_explanation(stored: StoredRound, result: Recomputed, index: int, limit: int) -> None:
+def print_explanation(stored: StoredRound, result: Recomputed, index: int, limit: int, store: Store | None) -> None:
     """Print the arithmetic of sample `index`, and at most `limit` of its trained tokens."""
     config, sample = stored.config, from_table(stored.samples.slice(index, 1))[0]
     print(f"sample {sample.sample_id}, group {sample.group_id}: {describe_sample(sample)}")
+    print_images(wide_console(), sample, store)
     texts = texts_of(stored, result, index)
     options = config.model_dump() | {"policy_loss": config.policy_loss_name} | stored.about.get("reward", {})
     options |= (options["opd"] or {}) | (options["opsm"] or {})

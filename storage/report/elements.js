@@ -110,4 +110,14 @@ function section(id, title, ...children) {
   return node;
 }
 
+// The thumbnails of a sample's images, or the sentences that say why there are none; nothing without images.
+function imageRow({ id, images }, pictures) {
+  const picture = (name, k) => {
+    const found = pictures[name] || "This image is not in the page.", title = "image " + (k + 1) + " of sample " + id + ", blobs/" + name;
+    const is_shown = /^data:image\/(png|jpeg);base64,/.test(found);
+    return is_shown ? element("img", { src: found, alt: title, title }) : element("p", { className: "soft", title }, found);
+  };
+  return images ? element("div", { className: "pictures" }, ...images.map(picture)) : null;
+}
+
 const card = (...children) => element("div", { className: "card" }, ...children);

@@ -256,11 +256,11 @@ class LiveRun:
             rows = rows or list(range(min(2 * NUM_BEST, len(table))))  # demonstrations have no rewards
             samples = ReportSamples(num_total=len(table), sets=["training"])
             samples.add_table("training", rollout.index, table.take(pa.array(rows, pa.int64())), self.store, step)
-            samples.finish()
+            samples.finish(self.store)
             commits = list(self.newest.values())
             texts = self._read_token_texts(self.store, record, commits, sorted(samples.token_ids))
             value = {"round": rollout.index, "num_samples": len(table), "index": samples.index, "statuses": STATUSES}
-            value |= {"page": samples.pages[0] if rows else {}, "token_texts": texts}
+            value |= {"page": samples.pages[0] if rows else {}, "token_texts": texts, "pictures": samples.pictures}
             known = self._samples = key, value
         return known[1]
 

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.storage.commit import Commit
+from penstock.storage.image_decoding import picture_uris
 from penstock.storage.report.data import task_of, to_json_number
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_table, read_trained_tokens
@@ -62,6 +63,7 @@ class ReportSamples:
     page_starts: list[int] = field(default_factory=list)
     pages: list[dict[str, Any]] = field(default_factory=list)
     token_ids: set[int] = field(default_factory=set)
+    pictures: dict[str, str] = field(default_factory=dict)  # image -> data URI of its thumbnail, or why there is none
     _prompts: dict[tuple[Any, ...], int] = field(default_factory=dict)  # prompt -> its number in the index
     _page_texts: dict[str, int] = field(default_factory=dict)  # text of a prompt -> its number in the last page
     _page_tokens: int = 0  # tokens in the last page
@@ -125,16 +127,20 @@ class ReportSamples:
             "spans": metadata.get("policy_spans") or 0,
             "rewards": {name: to_json_number(value) for name, value in row["rewards"]} or 0,
             "metadata": json.dumps(shown_metadata, indent=1) if shown_metadata else 0,
+            "images": row["images"] or 0,
         }
         for column, value in values.items():
             page[column].append(value)
+        self.pictures |= dict.fromkeys(row["images"] or (), "")
         self.token_ids.update(row["token_ids"])
         self._page_tokens += len(row["token_ids"])
 
-    def finish(self) -> ReportSamples:
-        """Return the samples, without empty columns."""
+    def finish(self, store: Store) -> ReportSamples:
+        """Return the samples, without empty columns, with the thumbnails of their images. If they are too large for a
+        page, those that it has are spread over the whole run."""
+        self.pictures = picture_uris(store, random.Random(SEED).sample(list(self.pictures), len(self.pictures)))
         for page in self.pages:
-            for name in ("rewards", "metadata", "spans", "logprobs", "gaps", "advantages", "label"):
+            for name in ("rewards", "metadata", "spans", "logprobs", "gaps", "advantages", "label", "images"):
                 if not any(page[name]):
                     del page[name]
         return self
@@ -162,7 +168,7 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
         table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
         num_taken += len(table)
         samples.add_table(name, commit.index, table, store, steps.get(commit.index) if name == "training" else None)
-    return samples.finish()
+    return samples.finish(store)
 
 
 def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
@@ -200,7 +206,8 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
     overview = overview | {"samples": {**selection, "seed": SEED, "num_pages": len(samples.pages)}}
     index = {"index": samples.index, "page_starts": samples.page_starts, "sets": samples.sets, "statuses": STATUSES}
     index["token_texts"] = {str(token): text for token, text in token_texts.items()}
-    chunks = [embed(f"page-{number}", page) for number, page in enumerate(samples.pages)]
+    chunks = [embed("pictures", samples.pictures)]
+    chunks += [embed(f"page-{number}", page) for number, page in enumerate(samples.pages)]
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     policy = (  # no request at all, and only the page's own style sheet and script
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "

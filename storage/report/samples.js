@@ -31,7 +31,7 @@ class Samples {
     const k = i - this.page_starts[number];
     const at = (name) => (page[name] ? page[name][k] : null);
     return { id: at("id"), prompt: page.prompts[page.prompt[k]], response: at("response"), label: at("label") || "", tokens: at("tokens"),
-      mask: at("mask"), logprobs: at("logprobs"), gaps: at("gaps"), advantages: at("advantages"), versions: at("versions"), spans: at("spans"), rewards: at("rewards"), metadata: at("metadata") };
+      mask: at("mask"), logprobs: at("logprobs"), gaps: at("gaps"), advantages: at("advantages"), versions: at("versions"), spans: at("spans"), rewards: at("rewards"), metadata: at("metadata"), images: at("images") };
   }
 
   // The samples that match all numeric conditions.
@@ -203,6 +203,7 @@ async function showDetail(view, position) {
   const i = view.found[position];
   view.current = i;
   const sample = await view.samples.texts(i);
+  if (sample.images) view.pictures = view.pictures || (await decode("pictures"));
   if (view.current !== i) return; // another sample was chosen while this page was decoded
   view.list.querySelectorAll("button").forEach((row) => row.setAttribute("aria-current", String(Number(row.dataset.sample) === i)));
   const { index, statuses } = view.samples;
@@ -222,6 +223,7 @@ async function showDetail(view, position) {
       element("button", { type: "button", id: "same-prompt", onclick: () => showSamePrompt(view, i) }, "This prompt in all rounds")),
     element("dl", {}, ...terms.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])),
     element("h3", {}, "Prompt"), element("div", { className: "text" }, sample.prompt),
+    imageRow(sample, view.pictures),
     element("h3", {}, "Response"), element("div", { className: "text" }, sample.response || "(empty)"),
     tokenView(view, sample), promptHistory(view, i),
     ...(sample.metadata ? [element("details", {}, element("summary", {}, "Metadata"), element("div", { className: "text" }, sample.metadata))] : []));

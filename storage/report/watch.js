@@ -332,16 +332,16 @@ class RunPage {
     if (!this.samplesVisible || key === this.samplesKey) return;
     const answer = await ask("api/samples", { store: PARAMETERS.get("store") || 0, run: PARAMETERS.get("run") });
     this.samplesKey = key;
-    const { index, page, token_texts: texts, statuses } = answer;
+    const { index, page, token_texts: texts, statuses, pictures } = answer;
     const graded = index.reward.some(isNumber);
     const view = { colour: this.colour, samples: { token_texts: texts }, paints: [] };
     const cards = index.reward.map((reward, i) => {
       const at = (name) => (page[name] ? page[name][i] : null);
-      const sample = Object.fromEntries(["tokens", "mask", "logprobs", "gaps", "advantages", "versions", "spans"].map((name) => [name, at(name)]));
+      const sample = Object.fromEntries(["tokens", "mask", "logprobs", "gaps", "advantages", "versions", "spans", "images", "id"].map((name) => [name, at(name)]));
       const best = i < Math.ceil(index.reward.length / 2);
       return card(element("h3", {}, graded ? (best ? "among the best" : "among the worst") + ": reward " + formatNumber(reward) : "sample " + (i + 1)),
         element("p", { className: "soft" }, [at("id"), statuses[index.status[i]], index.length[i] + " tokens trained", at("label") ? "label " + at("label") : ""].filter(Boolean).join(" \u00b7 ")),
-        tokenView(view, sample));
+        imageRow(sample, pictures), tokenView(view, sample));
     });
     const select = element("select", { onchange: () => {
       view.colour = this.colour = select.value;

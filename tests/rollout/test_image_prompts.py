@@ -15,7 +15,6 @@ from PIL import Image
 from scripted_engine import KEYS, ScriptedClient, write_jsonl
 from test_images import QWEN2, write_model
 
-from penstock.stages.images import load_image
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.data_rounds import sft_data_stage, sft_samples
 from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound, new_groups, without_responses
@@ -27,6 +26,7 @@ from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.blobs import digest_of, read_blob
 from penstock.storage.errors import DataError, ModelError, OptionError
+from penstock.storage.image_decoding import load_image
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

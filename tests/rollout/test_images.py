@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from image_files import BAD, GOOD, encode, picture
 
-from penstock.stages import images
 from penstock.stages.images import (
     ImageProcessor,
     expand_image_tokens,
     fingerprint_of_images,
-    load_image,
     read_image_token_id,
 )
+from penstock.storage import image_decoding
 from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, ModelError
+from penstock.storage.image_decoding import load_image
 
 QWEN2 = {
     "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14,
@@ -63,7 +63,7 @@ def test_unreadable_image_is_refused_in_one_sentence(name: str) -> None:
 
 
 def test_file_that_is_too_large_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_BYTES", 200)
+    monkeypatch.setattr(image_decoding, "MAX_BYTES", 200)
     with pytest.raises(DataError, match="the image has 0 MiB; 0 are allowed"):
         load_image(encode(picture(size=(200, 200)).effect_spread(50)))
 

@@ -15,7 +15,7 @@ from PIL import Image
 from scripted_engine import ScriptedClient
 
 from penstock.engines.generation import Generation, PromptImage
-from penstock.stages.images import ImageProcessor, SampleImages, load_image
+from penstock.stages.images import ImageProcessor, SampleImages
 from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import EngineGenerator, GroupRunner
@@ -24,6 +24,7 @@ from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
+from penstock.storage.image_decoding import load_image
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.store import Store
 

@@ -25,6 +25,7 @@ def row(mask: list[int]) -> dict:
         "group_id": "000000001",
         "prompt": "1 + 1?",
         "response": "all turns",
+        "images": [],
         "label": "2",
         "token_ids": list(range(1, 1 + len(mask))),
         "loss_mask": mask,

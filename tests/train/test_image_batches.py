@@ -15,12 +15,13 @@ from PIL import Image
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.stages.images import ImageProcessor, SampleImages, load_image
+from penstock.stages.images import ImageProcessor, SampleImages
 from penstock.stages.train.batching import Batch, pack, with_images
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.microbatches import plan_steps
 from penstock.storage.blobs import read_blob, write_blobs
 from penstock.storage.errors import DataError
+from penstock.storage.image_decoding import load_image
 from penstock.storage.samples.sample import Sample, to_table
 from penstock.storage.store import Store
 

@@ -21,7 +21,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from penstock.stages.images import MAX_BYTES, ImageProcessor, expand_image_tokens, load_image, read_image_token_id
+from penstock.stages.images import ImageProcessor, expand_image_tokens, read_image_token_id
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.prompt_files import DATA_SUFFIXES, parse_slice, suffix_of
 from penstock.stages.rollout.prompts.source import Prompt
@@ -30,6 +30,7 @@ from penstock.storage.blobs import write_blobs
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import DataError
 from penstock.storage.file_store import FileStore
+from penstock.storage.image_decoding import MAX_BYTES, load_image
 
 _NUM_THREADS = 8  # prompts whose images are read and decoded concurrently
 _DATA_URI = re.compile(r"data:[^,]*?(;base64)?,", re.IGNORECASE)

@@ -6,6 +6,7 @@ rows, its schema and the policy version; a preview is a table among the artifact
 A trace shows turns of the model and results of tools; the reward and its parts are assessments of the trace, which
 MLflow shows as columns and can search. The ids of both are derived from the sample, so a trace that is logged again
 replaces itself. The time of a single sample is not measured, so its spans have the time of the round and no duration.
+Images are named as files of the store (`blobs/<SHA-256>`): MLflow's database would keep a copy for each trace.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from mlflow.entities import (
 )
 from mlflow.tracing.client import TracingClient
 
+from penstock.storage.blobs import blob_key
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
 from penstock.storage.store import Store
@@ -127,7 +129,13 @@ def _hash(text: str) -> str:
 
 
 def _preview(value: Any) -> Any:
-    return _shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _PREVIEW_TEXT)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_describe_value)
+    return _shorten(text, _PREVIEW_TEXT)
+
+
+def _describe_value(value: Any) -> str:
+    """Return a value that JSON cannot have as text: the bytes of an image only by their number."""
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -237,6 +245,8 @@ def split_sample(row: Row, decode: Callable[[Sequence[int]], str | None]) -> lis
     token ids, or None without a tokenizer."""
     num_prompt = row["loss_mask"].index(1) if 1 in row["loss_mask"] else len(row["token_ids"])
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
+    if row["images"]:
+        attributes["images"] = [blob_key(digest) for digest in row["images"]]
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
     parts = [SamplePart("sample", "AGENT", row["prompt"], row["response"], attributes)]
     segments = [(trained == 1, len(list(group))) for trained, group in groupby(row["loss_mask"][num_prompt:])]

@@ -1,0 +1,149 @@
+"""The image files of samples: decode them, and make the small pictures that people see of them.
+
+`load_image` gives the pixels that a model reads (stages/images.py). A thumbnail has the same pixels, scaled, in a new
+file: nothing of the original file but its picture reaches a page.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from penstock.storage.blobs import read_blob
+from penstock.storage.errors import DataError, PenstockError
+from penstock.storage.file_store import FileStore
+
+# Other formats of Pillow are refused: EPS starts another program, and many are rarely tested decoders.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MAX_BYTES = 64 << 20  # of an image file
+MAX_SOURCE_PIXELS = 1 << 26  # 8192 x 8192, 192 MiB in memory; a larger image is refused as a decompression bomb
+MAX_ASPECT_RATIO = 200  # of the Qwen processors
+_ORIENTATION = 0x0112  # EXIF tag
+_HIGH_BYTE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16-bit grey
+THUMBNAIL_SIDE = 160  # pixels
+MAX_PICTURES_BYTES = 4 << 20  # of the thumbnails of one page
+PICTURES_SECONDS = 10.0  # for the thumbnails of one page; a run has 30 seconds for its report
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+def load_image(data: bytes) -> np.ndarray:  # [H, W, 3] uint8
+    """Decode an image file to RGB. Raises DataError, whose message begins with "the image".
+
+    The EXIF orientation is applied. Transparent pixels are composed over white. Palettes, grey, CMYK and YCbCr are
+    converted; 16-bit values keep their high byte. Refused are animations and files of several pages (but of the
+    pictures in a camera's MPO file the first one is read), floating-point pixels, truncated and damaged files, files
+    of more than MAX_BYTES, and images of more than MAX_SOURCE_PIXELS pixels, which are not decoded.
+    """
+    if not data or len(data) > MAX_BYTES:
+        problem = (
+            f"has {len(data) >> 20} MiB; {MAX_BYTES >> 20} are allowed: reduce it"
+            if data
+            else "has no bytes: restore it"
+        )
+        raise DataError(f"the image {problem}")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_before_decoding(image)
+            image.load()
+            return _to_rgb(image)
+    except DataError:
+        raise
+    except Image.DecompressionBombError:
+        raise _too_large_error("more than twice Pillow's limit of pixels") from None
+    except UnidentifiedImageError:
+        raise DataError(
+            f"the image is none of {', '.join(FORMATS)} (it begins with {data[:8]!r}): convert it to PNG or JPEG"
+        ) from None
+    except Exception as error:  # the decoders of Pillow raise many types for damaged files
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise DataError(f"the image cannot be decoded ({reason}): restore or remove it") from None
+
+
+def _check_before_decoding(image: Image.Image) -> None:
+    width, height = image.size
+    if width * height > MAX_SOURCE_PIXELS:
+        raise _too_large_error(f"{width} x {height} pixels")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise DataError(
+            f"the image has {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other: "
+            "crop it"
+        )
+    num_frames = getattr(image, "n_frames", 1)
+    if num_frames > 1 and image.format != "MPO":
+        raise DataError(f"the image has {num_frames} frames or pages; one is needed: save the one that is meant")
+
+
+def _too_large_error(size: str) -> DataError:
+    return DataError(
+        f"the image has {size}, but at most {MAX_SOURCE_PIXELS} are decoded (8192 x 8192), since a small file may hold "
+        "a decompression bomb: reduce it"
+    )
+
+
+def _to_rgb(image: Image.Image) -> np.ndarray:
+    """Return a decoded image as [H, W, 3] uint8, upright, over white."""
+    image = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    if image.mode in _HIGH_BYTE:
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "I":  # 16-bit values of PPM and TIFF files
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise DataError("the image has 32-bit pixels: save it with 8 bits per channel")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise DataError("the image has floating-point pixels: save it with 8 bits per channel")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.array(image.convert("RGB"))
+
+
+def _has_orientation(image: Image.Image) -> bool:
+    try:
+        return image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+    except Exception:  # damaged metadata do not make the pixels unreadable
+        return False
+
+
+# ---- thumbnails ------------------------------------------------------------------------------------------------------
+
+
+def make_thumbnail(store: FileStore, digest: str) -> tuple[str, bytes]:
+    """Return a picture of the image `digest` of a sample, of at most THUMBNAIL_SIDE pixels a side: (MIME type, file).
+    It is a PNG file if it has few colours, else a JPEG file. Raises DataError or StoreError."""
+    if not re.fullmatch("[0-9a-f]{64}", digest):  # a shard may have been written by others
+        raise DataError(f"{digest[:80]!r} is not the name of an image: restore the shard that has it")
+    image = Image.fromarray(load_image(read_blob(store, digest)))
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    file, kind = io.BytesIO(), "JPEG" if image.getcolors() is None else "PNG"  # None: more than 256 colours
+    image.save(file, kind, optimize=True)
+    return f"image/{kind.lower()}", file.getvalue()
+
+
+def picture_uris(store: FileStore, digests: Iterable[str]) -> dict[str, str]:
+    """Return digest -> data URI of a thumbnail, or a sentence that says why there is none. All data URIs together have
+    at most MAX_PICTURES_BYTES characters, and no thumbnail is begun after PICTURES_SECONDS."""
+    deadline, num_left = time.monotonic() + PICTURES_SECONDS, MAX_PICTURES_BYTES
+    found = {}
+    for digest in dict.fromkeys(digests):
+        found[digest] = "This image is not shown, so that the page stays small."
+        if time.monotonic() >= deadline or num_left <= 0:
+            continue
+        try:
+            kind, file = make_thumbnail(store, digest)
+        except (PenstockError, OSError) as error:
+            found[digest] = f"This image cannot be shown: {error}"
+            continue
+        uri = f"data:{kind};base64,{base64.b64encode(file).decode()}"
+        num_left -= len(uri)
+        if num_left >= 0:
+            found[digest] = uri
+    return found
