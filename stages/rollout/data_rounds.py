@@ -84,11 +84,8 @@ def sft_samples(
         if any(text != escape_invalid_text(text) for text, _ in pieces):
             problem = "the conversation is not valid Unicode: it has a lone surrogate"
         if images is not None:
-            try:
-                ids = images.expand(of_prompt, ids)
-            except DataError as error:
-                problem = f"{_where(prompt)}: {error}"
-                ids, of_prompt = images.without_image_tokens(ids), LoadedImages()
+            ids, of_prompt = images.expand_or_fail(of_prompt, ids)
+            problem = f"{_where(prompt)}: {of_prompt.problem}" if of_prompt.problem else problem
         try:
             token_ids, loss_mask = join_pieces(pieces, ids, max_seq_len)
         except DataError as error:

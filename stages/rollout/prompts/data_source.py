@@ -90,11 +90,11 @@ def new_groups(
             "" if text == escape_invalid_text(text) else "the prompt is not valid Unicode: it has a lone surrogate"
         )
         if images is not None:
-            try:
-                [token_ids] = images.expand(of_prompt, [token_ids])
-            except DataError as error:
-                problem = f"{images.describe_place(prompt)}: {error}"
-                [token_ids], of_prompt = images.without_image_tokens([token_ids]), LoadedImages()
+            [token_ids], of_prompt = images.expand_or_fail(of_prompt, [token_ids])
+            if of_prompt.problem:
+                files = images.config.prompt_data
+                where = f"{files[prompt.file]} row {prompt.row}" if prompt.file >= 0 else "a custom prompt"
+                problem = f"{where}: {of_prompt.problem}"
         group_id = f"{round.id_prefix}{prompt.issue:09d}"
         samples = [
             Sample(
@@ -125,26 +125,22 @@ def add_hint(prompt: Prompt, template: str) -> str | Messages:
     """Return the content of a prompt with its hint: `template`, in which {prompt} and {hint} are replaced. In a chat
     this becomes the last message of the user. Raises DataError if the prompt has no hint or no such message, or has
     images."""
-    if prompt.images:
-        raise DataError("a prompt with images has a hint, which is not supported: omit --opd-hint-key, or the images")
-    hint = prompt.metadata.get(HINT)
-    if not isinstance(hint, str):
-        raise DataError(f"a prompt has no hint for the teacher: add the metadata {HINT!r}, or omit --opd-hint-key")
-    if isinstance(prompt.content, str):
-        return fill_template(template, prompt.content, hint)
-    messages = [dict(message) for message in prompt.content]
+    messages: Messages = [{"role": "user", "content": prompt.content}]
+    if not isinstance(prompt.content, str):
+        messages = [dict(message) for message in prompt.content]
     last = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if last is None:
-        raise DataError(
-            "a prompt has no message of the user, to which --opd-hint-key adds the hint: add such a message"
-        )
-    last["content"] = fill_template(template, last["content"] or "", hint)
-    return messages
-
-
-def fill_template(template: str, prompt: str, hint: str) -> str:
-    """Return `template` with {prompt} and {hint} replaced, but not inside the inserted texts."""
-    return re.sub(r"\{(prompt|hint)\}", lambda match: prompt if match[1] == "prompt" else hint, template)
+    hint = prompt.metadata.get(HINT)
+    if prompt.images or not isinstance(hint, str) or last is None:
+        problem = "has no message of the user, to which --opd-hint-key adds the hint: add such a message"
+        if prompt.images:
+            problem = "with images has a hint, which is not supported: omit --opd-hint-key, or the images"
+        elif not isinstance(hint, str):
+            problem = f"has no hint for the teacher: add the metadata {HINT!r}, or omit --opd-hint-key"
+        raise DataError(f"a prompt {problem}")
+    inserted = {"prompt": last["content"] or "", "hint": hint}
+    # One pass over the template, so that {prompt} and {hint} in the inserted texts are not replaced.
+    last["content"] = re.sub(r"\{(prompt|hint)\}", lambda match: inserted[match[1]], template)
+    return last["content"] if isinstance(prompt.content, str) else messages
 
 
 def copy_sample(sample: Sample) -> Sample:
@@ -304,7 +300,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return `num_samples` groups: buffered groups first, then groups for the next prompts."""
-        groups = self._take_from_buffer(num_samples)
+        groups = self._take_from_buffer(num_samples) if self.buffer else []
         return groups + (self.dataset.sample(num_samples - len(groups)) if len(groups) < num_samples else [])
 
     def add_samples(self, samples: list[Group]) -> None:
@@ -323,8 +319,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = group_by_group_id(samples)
 
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
-        if not self.buffer:
-            return []
         known = {id(entry) for entry in self.buffer}
         select = self.filter or self.buffer_filter
         arguments: tuple[Any, ...] = (self.args, self.dataset.round.rollout_id, self.buffer, num_samples)
@@ -365,18 +359,20 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
     num_samples = source.args.n_samples_per_prompt
     for group in groups:
         group_id, ids = group[0].group_id, {sample.sample_id for sample in group}
-        if len({sample.trajectory_id for sample in group}) != num_samples or len(ids) != len(group):
-            raise PluginError(
-                f"{name} returned group {group_id!r} with {len(group)} samples and {len(ids)} distinct ids: "
-                f"return {num_samples} samples (--n-samples-per-prompt), each with its own id"
-            )
         number = group_id.removeprefix(source.dataset.round.id_prefix)
-        if not number.isdigit() or int(number) >= source.dataset.state.issued:
-            raise PluginError(
-                f"{name} returned group {group_id!r}, which self.dataset did not create: create groups with "
-                "self.dataset.sample(n), or with self.dataset.issue(content, label, metadata) for prompts that are not "
-                "in --prompt-data"
+        problem = ""
+        if len({sample.trajectory_id for sample in group}) != num_samples or len(ids) != len(group):
+            problem = (
+                f"with {len(group)} samples and {len(ids)} distinct ids: return {num_samples} samples "
+                "(--n-samples-per-prompt), each with its own id"
             )
+        elif not number.isdigit() or int(number) >= source.dataset.state.issued:
+            problem = (
+                "which self.dataset did not create: create groups with self.dataset.sample(n), or with "
+                "self.dataset.issue(content, label, metadata) for prompts that are not in --prompt-data"
+            )
+        if problem:
+            raise PluginError(f"{name} returned group {group_id!r}, {problem}")
         for sample in group:
             sample.check()
     return groups
@@ -494,15 +490,13 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
         ("buffer_filter", (None, [], 0), "args, buffer, num_samples"),
     ):
         method = getattr(cls, name, None)
-        if method is not None and not accepts_arguments(method, None, *arguments):
-            raise PluginError(
-                f"--data-source-path {path}: the method {name} has the wrong parameters: write def {name}(self, "
-                f"{parameters})"
-            )
-    if not hasattr(cls, "get_samples") and base is RolloutDataSource:
-        raise PluginError(
-            f"--data-source-path {path}: the class has no get_samples: write def get_samples(self, num_samples)"
-        )
+        problem = ""
+        if method is None and name == "get_samples" and base is RolloutDataSource:
+            problem = f"the class has no {name}"
+        elif method is not None and not accepts_arguments(method, None, *arguments):
+            problem = f"the method {name} has the wrong parameters"
+        if problem:
+            raise PluginError(f"--data-source-path {path}: {problem}: write def {name}(self, {parameters})")
     return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__})
 
 

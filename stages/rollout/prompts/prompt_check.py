@@ -41,16 +41,19 @@ def check_prompt_data(
     num_rows = 0
     for entry in read_prompt_files(config):
         chat, unanswered, _ = (entry.first[key] for key in FIRST_ROW_KEYS)
+        problem = None
         if is_sft and unanswered is not None:
-            raise DataError(
-                f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
-                "message, and SFT trains only on assistant messages: name the column of messages with --input-key"
+            problem = (
+                f"row {unanswered}: column {config.input_key!r} is not a conversation with an assistant message, and "
+                "SFT trains only on assistant messages: name the column of messages with --input-key"
             )
-        if not is_sft and chat is not None and not config.apply_chat_template:
-            raise DataError(
-                f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat "
-                "template: give --apply-chat-template"
+        elif not is_sft and chat is not None and not config.apply_chat_template:
+            problem = (
+                f"row {chat}: column {config.input_key!r} holds chat messages, which need a chat template: give "
+                "--apply-chat-template"
             )
+        if problem is not None:
+            raise DataError(f"{entry.name} {problem}")
         if grading is not None:
             check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
         if tokenizer is not None:
@@ -100,8 +103,17 @@ def check_rendered_rows(
             [token_ids] = images.expand(images.load([prompt])[0], tokenizer.encode([text]))
         except DataError as error:  # includes TemplateError
             raise type(error)(f"{path} row {number}: {error}") from error
-        if max_seq_len is not None:
-            _check_sequence_length(f"{path} row {number}", len(token_ids), config, max_seq_len)
+        limit, context = max_prompt_tokens(config), config.rollout_max_context_len
+        is_skipped = limit is not None and len(token_ids) > limit  # by the rollout
+        total = len(token_ids) + config.rollout_max_response_len
+        total = total if context is None else min(total, context)
+        if max_seq_len is not None and total > max_seq_len and not is_skipped:
+            raise OptionError(
+                f"--rollout-max-response-len {config.rollout_max_response_len} and the prompt of {len(token_ids)} "
+                f"tokens in {path} row {number} exceed the model's maximum sequence length of {max_seq_len} tokens: "
+                f"reduce --rollout-max-response-len, or give --rollout-max-context-len {max_seq_len} (long prompts "
+                "then get shorter responses)"
+            )
 
 
 def read_first_rows(config: PromptConfig) -> list[RewardRow]:
@@ -134,17 +146,3 @@ def _read_start(config: PromptConfig, path: str, num_rows: int) -> Sequence[byte
     """Return the first rows of an entry of --prompt-data in canonical JSON, without the cache of --streaming-data."""
     part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{num_rows}]"
     return read_entry(part, config.model_copy(update={"streaming_data": False})).rows[:num_rows]
-
-
-def _check_sequence_length(where: str, num_tokens: int, config: GenerationConfig, max_seq_len: int) -> None:
-    limit, context = max_prompt_tokens(config), config.rollout_max_context_len
-    if limit is not None and num_tokens > limit:
-        return  # the rollout skips this prompt
-    total = num_tokens + config.rollout_max_response_len
-    if (total if context is None else min(total, context)) > max_seq_len:
-        raise OptionError(
-            f"--rollout-max-response-len {config.rollout_max_response_len} and the prompt of {num_tokens} tokens in "
-            f"{where} exceed the model's maximum sequence length of {max_seq_len} tokens: reduce "
-            f"--rollout-max-response-len, or give --rollout-max-context-len {max_seq_len} (long prompts then get "
-            "shorter responses)"
-        )

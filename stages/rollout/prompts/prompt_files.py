@@ -92,8 +92,10 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
         return parse_blocks(_select_rows(files.blocks(columns), start or 0, stop), columns, config.num_data_workers)
 
     if config.streaming_data:
+        with _translate_file_errors(files.uri):  # a fingerprint changes when the file changes; it reads no content
+            fingerprints = [files.fs.ukey(file) for _, file in files.files]
         name = f"{files.uri}@[{start}:{stop}]"
-        read = PromptEntry(entry, *open_spooled_rows(parts, name, columns, files.fingerprints(), config.data_cache))
+        read = PromptEntry(entry, *open_spooled_rows(parts, name, columns, fingerprints, config.data_cache))
     else:
         rows: list[bytes] = []
         read = PromptEntry(entry, rows, dict.fromkeys(FIRST_ROW_KEYS))
@@ -178,11 +180,6 @@ class _Files:
             with self.fs.open(file, "rb", compression=compression) as opened:
                 yield cast(BinaryIO, _Decompressed(opened, name, info["size"])) if compression else opened
 
-    def fingerprints(self) -> list[str]:
-        """Return one string per file, which changes when the file changes; computed without reading the content."""
-        with _translate_file_errors(self.uri):
-            return [self.fs.ukey(file) for _, file in self.files]
-
 
 def natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key for file names that compares numbers in the names by value."""
@@ -201,39 +198,35 @@ def _files_of_data_set(fs: Any, path: str) -> list[str]:
     """Return the files of a directory that `datasets.save_to_disk` wrote; for a file, the file. Raises DataError."""
     if suffix_of(path) in DATA_SUFFIXES:
         return [path]
-    splits = []
+    problem = f"is neither JSONL ({', '.join(JSON)}) nor {', '.join((*COLUMNAR, *CSV))}: convert or rename it"
     try:
         if fs.exists(f"{path}/state.json"):
             state = json.loads(fs.cat_file(f"{path}/state.json"))
             return [f"{path}/{file['filename']}" for file in state["_data_files"]]
         if fs.exists(f"{path}/dataset_dict.json"):
             splits = json.loads(fs.cat_file(f"{path}/dataset_dict.json"))["splits"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path}: state.json or dataset_dict.json is damaged ({error!r}): save the data again"
-        ) from None
-    if splits:
-        raise DataError(f"{path} has the splits {', '.join(splits)}: name one of them, as in {path}/{splits[0]}")
-    if fs.isdir(path):
-        raise DataError(
-            f"{path} is a directory that save_to_disk did not write: name its files with a pattern, such as "
-            f"{path}/*.parquet"
-        )
-    raise DataError(
-        f"{path} is neither JSONL ({', '.join(JSON)}) nor {', '.join((*COLUMNAR, *CSV))}: convert or rename it"
-    )
+            problem = f"has the splits {', '.join(splits)}: name one of them, as in {path}/{splits[0]}"
+        elif fs.isdir(path):
+            problem = (
+                f"is a directory that save_to_disk did not write: name its files with a pattern, such as "
+                f"{path}/*.parquet"
+            )
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        problem = f"has a damaged state.json or dataset_dict.json ({error!r}): save the data again"
+    raise DataError(f"{path} {problem}")
 
 
 @contextmanager
 def _translate_file_errors(path: str) -> Iterator[None]:
     try:
         yield
-    except (FileNotFoundError, IsADirectoryError):
-        raise DataError(f"prompt file {path} does not exist: correct the path, or create the file") from None
-    except PermissionError:
-        raise DataError(f"prompt file {path} is not readable by this user: change its permissions") from None
     except OSError as error:
-        raise DataError(f"prompt file {path} cannot be read ({error.strerror or error}): correct the path") from None
+        problem = f"cannot be read ({error.strerror or error}): correct the path"
+        if isinstance(error, FileNotFoundError | IsADirectoryError):
+            problem = "does not exist: correct the path, or create the file"
+        elif isinstance(error, PermissionError):
+            problem = "is not readable by this user: change its permissions"
+        raise DataError(f"prompt file {path} {problem}") from None
 
 
 def _select_rows(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:

@@ -91,9 +91,16 @@ class PromptImages:
             return [list(piece) for piece in pieces]
         return expand_image_tokens(pieces, self.image_token_id, loaded.num_tokens)
 
-    def without_image_tokens(self, pieces: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the token ids of a prompt that cannot be used: a sample has image tokens only for its images."""
-        return [[id for id in piece if id != self.image_token_id] for piece in pieces]
+    def expand_or_fail(
+        self, loaded: LoadedImages, pieces: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], LoadedImages]:
+        """Return the token ids of `expand`, and `loaded`. If the images cannot be used: the ids without image tokens,
+        and no images, but the problem. So a sample has image tokens only for its images."""
+        try:
+            return self.expand(loaded, pieces), loaded
+        except DataError as error:
+            kept = [[id for id in piece if id != self.image_token_id] for piece in pieces]
+            return kept, LoadedImages(problem=str(error))
 
     def load(self, prompts: Sequence[Prompt]) -> list[LoadedImages]:
         """Read and decode the images of prompts. Return those of each prompt, in order. Raises ModelError."""
@@ -106,22 +113,15 @@ class PromptImages:
         if known := self._loaded.get((prompt.file, prompt.row)):
             return known
         loaded = LoadedImages()
+        own = [directory_of_entry(self.config.prompt_data[prompt.file])] if prompt.file >= 0 else []
         for number, source in enumerate(prompt.images, start=1):
             try:
-                file = read_image_file(source, self._roots(prompt.file))
+                file = read_image_file(source, self.config.image_roots or own)
                 loaded.num_tokens.append(self.processor.num_tokens(load_image(file)))
             except DataError as error:
                 return LoadedImages(problem=str(error).replace("the image", f"image {number}", 1))
             loaded.files.append(file)
         return loaded
-
-    def describe_place(self, prompt: Prompt) -> str:
-        """Return the file and row of a prompt, for messages."""
-        return f"{self.config.prompt_data[prompt.file]} row {prompt.row}" if prompt.file >= 0 else "a custom prompt"
-
-    def _roots(self, file: int) -> Sequence[str]:
-        own = [directory_of_entry(self.config.prompt_data[file])] if file >= 0 else []
-        return self.config.image_roots or own
 
 
 def directory_of_entry(entry: str) -> str:
@@ -151,25 +151,31 @@ def read_image_file(source: str, roots: Sequence[str]) -> bytes:
     is_relative = "://" not in source and not posixpath.isabs(source)
     try:
         fs, path = _locate(f"{roots[0].rstrip('/') or ''}/{source}" if is_relative else source)
-        if not any(_is_inside(fs, path, root) for root in roots):
-            raise DataError(
-                f"the image {shown} is outside of {', '.join(roots)}, from where images may be read: move it there, or "
-                "name its directory with --image-roots"
+        is_inside = any(
+            type(other) is type(fs) and path.startswith(f"{directory.rstrip('/')}/")
+            for other, directory in map(_locate, roots)
+        )
+        problem = ""
+        if not is_inside:
+            problem = (
+                f"is outside of {', '.join(roots)}, from where images may be read: move it there, or name its "
+                "directory with --image-roots"
             )
-        if isinstance(fs, LocalFileSystem) and fs.info(path)["type"] == "other":
-            raise DataError(f"the image {shown} is a pipe or a device: give a file")
+        elif isinstance(fs, LocalFileSystem) and fs.info(path)["type"] == "other":
+            problem = "is a pipe or a device: give a file"
+        if problem:
+            raise DataError(f"the image {shown} {problem}")
         with fs.open(path, "rb") as file:
             data: bytes = file.read(MAX_BYTES + 1)
             return data
     except DataError:
         raise
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"the image {shown} does not exist: correct the path, or create the file") from None
     except Exception as error:  # fsspec drivers have their own error types
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"the image {shown} cannot be read ({reason:.120}): correct the path or the permissions"
-        ) from None
+        problem = f"cannot be read ({reason:.120}): correct the path or the permissions"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            problem = "does not exist: correct the path, or create the file"
+        raise DataError(f"the image {shown} {problem}") from None
 
 
 def _locate(uri: str) -> tuple[Any, str]:
@@ -180,8 +186,3 @@ def _locate(uri: str) -> tuple[Any, str]:
     if ".." in path.split("/"):
         raise DataError(f"the image {preview(uri)} has `..` in its URI: give the URI without it")
     return fs, path.rstrip("/")
-
-
-def _is_inside(fs: Any, path: str, root: str) -> bool:
-    other, directory = _locate(root)
-    return type(other) is type(fs) and path.startswith(f"{directory.rstrip('/')}/")

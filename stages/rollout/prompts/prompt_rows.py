@@ -72,15 +72,11 @@ class JsonRows:
         for where, row in zip(self.names, self.rows):
             try:
                 record = json.loads(row)
+                problem = f"found a JSON {type(record).__name__}"
             except ValueError as error:  # JSON or UTF-8
-                raise DataError(
-                    f"{where}: malformed line ({error}); every line must be one JSON object: repair or remove the line"
-                ) from None
+                record, problem = None, f"malformed line ({error})"
             if not isinstance(record, dict):
-                raise DataError(
-                    f"{where}: found a JSON {type(record).__name__}; every row must be one JSON object: "
-                    "repair or remove the row"
-                )
+                raise DataError(f"{where}: {problem}; every row must be one JSON object: repair or remove the row")
             yield where, record
 
 
@@ -248,8 +244,11 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> tuple[
         images = [] if isinstance(prompt, str) else place_images(prompt, in_place, of_column)
     except DataError as error:
         raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
-    texts = [prompt] if isinstance(prompt, str) else [text_of(message["content"]) for message in prompt]
-    if (num_characters := sum(map(len, texts))) > MAX_PROMPT:
+    num_characters = 0
+    for content in [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]:
+        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        num_characters += sum(map(len, texts))
+    if num_characters > MAX_PROMPT:
         raise DataError(
             f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
             f"{MAX_PROMPT}: remove the row"
@@ -385,11 +384,6 @@ def _read_image_column(record: dict[str, Any], where: str, key: str) -> list[str
         raise DataError(f"{where}: column {key!r}: {error}; repair the row") from None
 
 
-def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the text in the content of a normalized message."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
-
-
 # ---- values of Arrow -------------------------------------------------------------------------------------------------
 
 
@@ -458,29 +452,25 @@ def parse_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) ->
     if len(first) < 2:
         yield from (to_canonical_rows(block, columns) for block in blocks)
         return
+    workers: list[WorkerProcess] = []
+    running: deque[Future[Rows]] = deque()
     with ExitStack() as stack:
-        workers: list[WorkerProcess] = []
-        running: deque[Future[Rows]] = deque()
-        for number, block in enumerate(blocks):
-            if len(workers) < num_workers:
-                workers.append(WorkerProcess(prepare_parsing, columns))
-                stack.callback(workers[-1].close)
-            else:
-                yield _rows_of(running.popleft())
-            running.append(workers[number % num_workers].submit(block, math.inf))
-        while running:
-            yield _rows_of(running.popleft())
+        try:
+            for number, block in enumerate(blocks):
+                if len(workers) < num_workers:
+                    workers.append(WorkerProcess(prepare_parsing, columns))
+                    stack.callback(workers[-1].close)
+                else:
+                    yield running.popleft().result()
+                running.append(workers[number % num_workers].submit(block, math.inf))
+            while running:
+                yield running.popleft().result()
+        except WorkerLost:
+            raise RuntimeError(
+                "a parsing process (--num-data-workers) died: resume the run, with fewer workers if memory is short"
+            ) from None
 
 
 def prepare_parsing(columns: Columns) -> Callable[[Block], Rows]:
     """Return the function that parses a block in a worker process."""
     return partial(to_canonical_rows, columns=columns)
-
-
-def _rows_of(job: Future[Rows]) -> Rows:
-    try:
-        return job.result()
-    except WorkerLost:
-        raise RuntimeError(
-            "a parsing process (--num-data-workers) died: resume the run, with fewer workers if memory is short"
-        ) from None

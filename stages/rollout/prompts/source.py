@@ -135,8 +135,23 @@ class PromptSource:
         state = SourceState(segments=()) if saved is None else SourceState.model_validate(saved)
         known = [0] * len(self.files)
         for segment in state.segments:
-            self._check_unchanged(segment)
-            known[segment.file] = segment.start + segment.rows
+            stop = segment.start + segment.rows
+            num_rows = len(self.files[segment.file]) if segment.file < len(self.files) else 0
+            problem = ""
+            if num_rows < stop:
+                problem = (
+                    f"file {segment.file + 1} of --prompt-data has {num_rows} rows, but had {stop} in an earlier round"
+                )
+            elif self._hash_rows(segment.file, segment.start, stop) != segment.digest:
+                problem = (
+                    f"rows {segment.start} to {stop - 1} of file {segment.file + 1} of --prompt-data have changed "
+                    "since an earlier round, but rows may only be appended"
+                )
+            if problem:
+                raise DataError(
+                    f"{problem}: restore the rows, or use the new data in a fork (penstock fork ... --prompt-data ...)"
+                )
+            known[segment.file] = stop
         new = [
             Segment(
                 file=file,
@@ -164,9 +179,18 @@ class PromptSource:
                 segments, state.epoch, state.cursor, count, prompt_filter
             )
             where: dict[str, Any] = {"epoch": epoch, "cursor": cursor}
-        else:
-            prompts, places, skipped = self._take_weighted(state, count, prompt_filter)
-            where = {"places": places}
+        else:  # weighted entries; the weights apply to served prompts, not to skipped prompts
+            order, credits = select_sources([place.credit for place in state.places], self.shares, count)
+            drawn, places, skipped = list[Iterator[Prompt]](), list[SourcePosition](), 0
+            for file, place in enumerate(state.places):
+                segments = [(index, segment) for index, segment in enumerate(state.segments) if segment.file == file]
+                of_file, epoch, cursor, num_skipped = self._take_from_segments(
+                    segments, place.epoch, place.cursor, order.count(file), prompt_filter
+                )
+                drawn.append(iter(of_file))
+                places.append(SourcePosition(epoch=epoch, cursor=cursor, credit=credits[file]))
+                skipped += num_skipped
+            prompts, where = [next(drawn[file]) for file in order], {"places": tuple(places)}
         issued = [replace(prompt, issue=issue) for issue, prompt in enumerate(prompts, start=state.issued)]
         where |= {"issued": state.issued + count, "skipped": state.skipped + skipped}
         return issued, state.model_copy(update=where)
@@ -201,48 +225,28 @@ class PromptSource:
                 )
         return prompts, epoch, cursor, skipped
 
-    def _take_weighted(
-        self, state: SourceState, count: int, prompt_filter: PromptFilter | None
-    ) -> tuple[list[Prompt], tuple[SourcePosition, ...], int]:
-        """Return the next `count` prompts of weighted entries of --prompt-data, the position in each entry after these
-        prompts, and the number of skipped prompts. The weights apply to served prompts, not to skipped prompts."""
-        order, credits = select_sources([place.credit for place in state.places], self.shares, count)
-        drawn: list[Iterator[Prompt]] = []
-        places = []
-        num_skipped = 0
-        for file, place in enumerate(state.places):
-            segments = [(index, segment) for index, segment in enumerate(state.segments) if segment.file == file]
-            prompts, epoch, cursor, skipped = self._take_from_segments(
-                segments, place.epoch, place.cursor, order.count(file), prompt_filter
-            )
-            drawn.append(iter(prompts))
-            places.append(SourcePosition(epoch=epoch, cursor=cursor, credit=credits[file]))
-            num_skipped += skipped
-        return [next(drawn[file]) for file in order], tuple(places), num_skipped
-
     def _read_prompt(self, segments: Segments, epoch: int, cursor: int) -> Prompt:
         """Return prompt number `cursor` (from 0) of an epoch, without its `issue` number."""
         for index, segment in segments:
-            if cursor < segment.rows:
-                row = segment.start + self._row_in_segment(index, segment, epoch, cursor)
-                values = parse_canonical_row(self.files[segment.file][row])
-                metadata = values.metadata | ({"tools": values.tools} if values.tools else {})
-                return Prompt(
-                    -1, epoch, segment.file, row, values.prompt, values.label, metadata, values.tools, values.images
-                )
-            cursor -= segment.rows
+            if cursor >= segment.rows:
+                cursor -= segment.rows
+                continue
+            position = cursor
+            if self.shuffle and segment.order == "computed":
+                position = permuted_index(cursor, self.seed, epoch, index, segment.rows)
+            elif self.shuffle:
+                cached_epoch, order = self._orders.get(index, (-1, np.empty(0, dtype=np.uint32)))
+                if cached_epoch != epoch or len(order) != segment.rows:
+                    order = permutation(self.seed, epoch, index, segment.rows)
+                    self._orders[index] = (epoch, order)
+                position = int(order[cursor])
+            row = segment.start + position
+            values = parse_canonical_row(self.files[segment.file][row])
+            metadata = values.metadata | ({"tools": values.tools} if values.tools else {})
+            return Prompt(
+                -1, epoch, segment.file, row, values.prompt, values.label, metadata, values.tools, values.images
+            )
         raise AssertionError("the cursor is beyond the last row of the epoch")
-
-    def _row_in_segment(self, index: int, segment: Segment, epoch: int, cursor: int) -> int:
-        if not self.shuffle:
-            return cursor
-        if segment.order == "computed":
-            return permuted_index(cursor, self.seed, epoch, index, segment.rows)
-        cached_epoch, order = self._orders.get(index, (-1, np.empty(0, dtype=np.uint32)))
-        if cached_epoch != epoch or len(order) != segment.rows:
-            order = permutation(self.seed, epoch, index, segment.rows)
-            self._orders[index] = (epoch, order)
-        return int(order[cursor])
 
     # ---- rows of earlier rounds --------------------------------------------------------------------------------------
 
@@ -283,21 +287,6 @@ class PromptSource:
                 digest.update(piece)
             self._digests[key] = digest.hexdigest()
         return self._digests[key]
-
-    def _check_unchanged(self, segment: Segment) -> None:
-        stop = segment.start + segment.rows
-        num_rows = len(self.files[segment.file]) if segment.file < len(self.files) else 0
-        if num_rows < stop:
-            raise DataError(
-                f"file {segment.file + 1} of --prompt-data has {num_rows} rows, but had {stop} in an earlier round: "
-                "restore the rows, or use the new data in a fork (penstock fork ... --prompt-data ...)"
-            )
-        if self._hash_rows(segment.file, segment.start, stop) != segment.digest:
-            raise DataError(
-                f"rows {segment.start} to {stop - 1} of file {segment.file + 1} of --prompt-data have changed since an "
-                "earlier round, but rows may only be appended: restore the rows, or use the new data in a fork "
-                "(penstock fork ... --prompt-data ...)"
-            )
 
 
 # ---- order of the rows: these pure functions must never change, because a resumed run computes the order again -------
