@@ -368,11 +368,11 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
             )
         elif not number.isdigit() or int(number) >= source.dataset.state.issued:
             problem = (
-                "which self.dataset did not create: create groups with self.dataset.sample(n), or with "
+                "that self.dataset did not create: create groups with self.dataset.sample(n), or with "
                 "self.dataset.issue(content, label, metadata) for prompts that are not in --prompt-data"
             )
         if problem:
-            raise PluginError(f"{name} returned group {group_id!r}, {problem}")
+            raise PluginError(f"{name} returned group {group_id!r} {problem}")
         for sample in group:
             sample.check()
     return groups
