@@ -212,7 +212,9 @@ def _files_of_data_set(fs: Any, path: str) -> list[str]:
                 f"{path}/*.parquet"
             )
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        problem = f"has a damaged state.json or dataset_dict.json ({error!r}): save the data again"
+        raise DataError(
+            f"{path}: state.json or dataset_dict.json is damaged ({error!r}): save the data again"
+        ) from None
     raise DataError(f"{path} {problem}")
 
 
