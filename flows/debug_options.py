@@ -107,7 +107,7 @@ def _diagnostics_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[ob
     records = debug.memory_recorder if debug.record_memory_history and run.ray_address is None else None
     yield (
         records == "torch" and not visible_gpu_bytes(),
-        "--record-memory-history records memory of a GPU, but this machine has none: omit it, or give "
+        "--record-memory-history needs a GPU, which this machine does not have: omit it, or give "
         "--memory-recorder memray, which records memory of the host",
     )
     yield (

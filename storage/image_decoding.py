@@ -132,18 +132,18 @@ def picture_uris(store: FileStore, digests: Iterable[str]) -> dict[str, str]:
     """Return digest -> data URI of a thumbnail, or a sentence that says why there is none. All data URIs together have
     at most MAX_PICTURES_BYTES characters, and no thumbnail is begun after PICTURES_SECONDS."""
     deadline, num_left = time.monotonic() + PICTURES_SECONDS, MAX_PICTURES_BYTES
-    found = {}
+    uris = {}
     for digest in dict.fromkeys(digests):
-        found[digest] = "This image is not shown, so that the page stays small."
+        uris[digest] = "This image is not shown, so that the page stays small."
         if time.monotonic() >= deadline or num_left <= 0:
             continue
         try:
             kind, file = make_thumbnail(store, digest)
         except (PenstockError, OSError) as error:
-            found[digest] = f"This image cannot be shown: {error}"
+            uris[digest] = f"This image cannot be shown: {error}"
             continue
         uri = f"data:{kind};base64,{base64.b64encode(file).decode()}"
         num_left -= len(uri)
         if num_left >= 0:
-            found[digest] = uri
-    return found
+            uris[digest] = uri
+    return uris

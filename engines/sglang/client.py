@@ -115,8 +115,8 @@ class SGLangClient(EngineClient):
             # list of them), so each prompt becomes a separate request; a common session sends them to the same engine.
             session = session or uuid.uuid4().hex
             calls = [
-                self.generate_each([ids], [own], images=[shown], session=session)
-                for ids, own, shown in zip(prompts, samplings, images, strict=True)
+                self.generate_each([prompt], [sampling], images=[own_images], session=session)
+                for prompt, sampling, own_images in zip(prompts, samplings, images, strict=True)
             ]
             return [generation for answer in await asyncio.gather(*calls) for generation in answer]
         sampling = samplings[0] if are_equal else samplings
@@ -125,9 +125,11 @@ class SGLangClient(EngineClient):
             body["return_routed_experts"] = True
         if any(images):
             body["input_ids"] = [merge_image_tokens(*pair) for pair in zip(prompts, images, strict=True)]
-            files = {image.data for shown in images for image in shown}  # the samples of a group have equal images
+            files = {
+                image.data for own_images in images for image in own_images
+            }  # the samples of a group have equal images
             encoded = {data: base64.b64encode(data).decode() for data in files}
-            body["image_data"] = [[encoded[image.data] for image in shown] for shown in images]
+            body["image_data"] = [[encoded[image.data] for image in own_images] for own_images in images]
 
         def parse(answer: dict[str, Any], prompt: list[int], adapter_version: str | None) -> Generation:
             if "image_data" in body:
@@ -385,9 +387,9 @@ def merge_image_tokens(input_ids: list[int], images: Sequence[PromptImage]) -> l
 def check_prompt_length(answer: dict[str, Any], num_tokens: int) -> None:
     """Check that the engine used as many prompt tokens as the trainer will. They differ if its image processor gives an
     image another size, or if it tokenized the text of the prompt again."""
-    if (found := answer["meta_info"]["prompt_tokens"]) != num_tokens:
+    if (num_used := answer["meta_info"]["prompt_tokens"]) != num_tokens:
         raise EngineError(
-            f"an engine made {found} tokens of a prompt with images, which has {num_tokens}: give engines "
+            f"an engine made {num_used} tokens of a prompt with images, which has {num_tokens}: give engines "
             "that the run does not start the image processor settings of --hf-checkpoint, and do not set "
             "SGLANG_MM_AVOID_RETOKENIZE=0"
         )

@@ -99,8 +99,8 @@ def check_trained_vision() -> None:
     """Check that the installed SGLang forgets the embeddings of images when its weights change."""
     if is_installed():
         raise EngineError(
-            "--no-freeze-vision needs SGLang 0.5.21 or later, because earlier releases use the embeddings of images "
-            f"again after a weight update, but SGLang {version('sglang')} is installed: upgrade it, or omit the option"
+            "--no-freeze-vision needs SGLang 0.5.21 or later, since earlier releases reuse image embeddings after a "
+            f"weight update, but SGLang {version('sglang')} is installed: upgrade it, or omit the option"
         )
 
 

@@ -235,7 +235,7 @@ class Tracker(Protocol):
     wants_all: bool = False
     # Whether the tracker may lose delivered records if the process is killed before it has delivered the run's end.
     buffers: ClassVar[bool] = False
-    page: str | None = None  # URL of the run in the tracker's UI; None if there is no UI or no run yet
+    page: str | None = None  # URL of the run in the tracker's UI, if the tracker has a UI and the run exists
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records in the given order. `commits` has all commits of the run up to the last one in `records`. A

@@ -107,7 +107,7 @@ def test_options_that_do_not_fit_the_flow_are_refused(monkeypatch: pytest.Monkey
         "--use-pytorch-profiler", "--profile-step-start", "20", "--profile-step-end", "21"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "this machine has none" in refusal("--record-memory-history")
+    assert "needs a GPU, which this machine does not have" in refusal("--record-memory-history")
     memray = ("--record-memory-history", "--memory-recorder", "memray", "--memory-snapshot-num-steps", "1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install memray" in refusal(*memray)
