@@ -7,8 +7,7 @@ import time
 
 from penstock.flows.commands.stored_evals import find_evaluations_of_version
 from penstock.flows.options.argv import parse_number, short_repr, split_args
-from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.runs import open_named_store
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import Gate, check_gate
 from penstock.storage.champions import Decision, Policy, read_decisions, record_decision
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
     if len(positional) > 1 or "--to" not in own or (positional and "--rollback" in own):
         found = short_repr(" ".join(argv))
         raise OptionError(f"penstock promote needs RUN/VERSION and --to MODEL, or --to MODEL --rollback; found {found}")
-    store = open_store(parse_store_options(rest, "promote"), probe=False)
+    store = open_named_store(rest, "promote")
     model = own["--to"]
     if not positional and "--rollback" not in own:
         print_decisions(store, model)

@@ -22,8 +22,8 @@ from pathlib import Path
 from penstock.engines import scratch
 from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.flows.options.argv import format_bytes, parse_number, parse_run_argument, short_repr, split_args
-from penstock.flows.options.flags import parse_config, parse_store_options
-from penstock.flows.runtime.runs import keys_of_existing_run, open_store, remove_run_and_tracking
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.runs import keys_of_existing_run, open_named_store, open_store, remove_run_and_tracking
 from penstock.flows.terminal.console import print_table
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
@@ -56,7 +56,7 @@ def verify_main(argv: list[str]) -> int:
     """Run `penstock verify`. Return 0 if no problem was found, else 1."""
     positional, own, rest = split_args(argv, {"--no-hashes": False})
     run = parse_run_argument("verify", positional)
-    store = open_store(parse_store_options(rest, "verify"), probe=False)
+    store = open_named_store(rest, "verify")
     start = time.monotonic()
     result = audit_run(store, RunKeys(run), verify_hashes="--no-hashes" not in own)
     seconds = time.monotonic() - start
@@ -140,7 +140,7 @@ def gc_main(argv: list[str]) -> int:
     if len(positional) > 1:
         raise OptionError(f"penstock gc takes one run or none; found {short_repr(' '.join(positional))}")
     older_than = 3600 * parse_number("--older-than", own.get("--older-than", str(DEFAULT_HOURS)))
-    store = open_store(parse_store_options(rest, "gc"), probe=False)
+    store = open_named_store(rest, "gc")
     run = positional[0] if positional else None
     if run is not None:
         keys_of_existing_run(store, run)

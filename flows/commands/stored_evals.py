@@ -6,8 +6,7 @@ stages/eval/ computes differences and intervals; this file parses the request an
 from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
-from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import open_store, unknown_run_error
+from penstock.flows.runtime.runs import open_named_store, unknown_run_error
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys, commit_key
@@ -31,7 +30,7 @@ def compare_main(argv: list[str]) -> int:
         raise OptionError(
             f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{found}"
         )
-    store = open_store(parse_store_options(rest, "eval --compare"), probe=False)
+    store = open_named_store(rest, "eval --compare")
     (title_a, a), (title_b, b) = (find_evaluations_of_version(store, policy) for policy in positional)
     common = sorted(a.keys() & b.keys())
     if not common:

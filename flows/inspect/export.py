@@ -9,7 +9,7 @@ from penstock.engines.families import read_shape
 from penstock.flows import convert
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, format_bytes, parse_integer, short_repr, split_args
-from penstock.flows.runtime.runs import keys_of_existing_run, open_store, read_flow_and_config
+from penstock.flows.runtime.runs import keys_of_existing_run, open_named_store, open_store, read_flow_and_config
 from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
 
@@ -69,7 +69,7 @@ def export_round(run: str, own: dict[str, str], rest: list[str]) -> int:
     output, rollout_id = Path(own["--output"]), parse_integer("--round", own["--round"])
     if output.suffix != ".parquet" or output.exists():
         raise OptionError(f"--output {short_repr(str(output))} exists, or does not end with .parquet: give a new file")
-    store = open_store(flags.parse_store_options(rest, "export --round"), probe=False)
+    store = open_named_store(rest, "export --round")
     stored = load_round(store, keys_of_existing_run(store, run), rollout_id)
     write_round_file(stored, output)
     print(f"{output}: {format_bytes(output.stat().st_size)}, {len(stored.samples)} samples without texts")

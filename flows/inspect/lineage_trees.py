@@ -12,8 +12,7 @@ from rich.tree import Tree
 
 from penstock.flows.inspect.read_samples import print_samples
 from penstock.flows.options.argv import format_bytes, short_repr, split_args
-from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.runs import open_named_store
 from penstock.flows.terminal.console import wide_console
 from penstock.storage.blobs import DIRECTORY
 from penstock.storage.commit import eval_rewards, model_title
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock lineage needs one reference{found}: {REFERENCES}")
     if len(own) > 1:
         raise OptionError("--json and --dot cannot be combined: give one of them")
-    store = open_store(parse_store_options(rest, "lineage"), probe=False)
+    store = open_named_store(rest, "lineage")
     graph = read_lineage(store)
     node = find_node(graph, store, positional[0])
     if "--json" in own:

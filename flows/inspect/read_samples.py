@@ -20,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.flows.options.argv import flag_of_field, parse_integer, parse_run_argument, short_repr, split_args
-from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import config_of_round, keys_of_existing_run, open_store, read_existing_record
+from penstock.flows.runtime.runs import config_of_round, keys_of_existing_run, open_named_store, read_existing_record
 from penstock.flows.terminal.console import TerminalConsole, print_table, wide_console
 from penstock.storage.blobs import blob_key
 from penstock.storage.commit import RunKeys
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> int:
     if "--explain" in own or any(word.endswith(".parquet") for word in positional):
         return explain(positional, own, rest)
     request = parse_request(parse_run_argument("samples", positional), own)
-    store = open_store(parse_store_options(rest, "samples"), probe=False)
+    store = open_named_store(rest, "samples")
     keys = keys_of_existing_run(store, request.run)
     columns = select_samples(store, keys, request)
     if request.as_json:
@@ -308,7 +307,7 @@ def explain(positional: list[str], own: dict[str, str], rest: list[str]) -> int:
         stored = read_round_file(Path(positional[0]))
     else:
         run = parse_run_argument("samples", positional)
-        store = open_store(parse_store_options(rest, "samples"), probe=False)
+        store = open_named_store(rest, "samples")
         keys = keys_of_existing_run(store, run)
         stage, _, index = find_samples(store, keys, "sample_id", sample_id).rpartition("/")
         if stage == f"{keys.prefix}/rollouts":

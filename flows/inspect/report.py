@@ -19,8 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from penstock.flows.config import derive, list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
-from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
+from penstock.flows.runtime.runs import latest_schedule_options, open_named_store, unknown_run_error
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.config import entries_of
@@ -61,7 +60,7 @@ def main(argv: list[str]) -> int:
     ):
         if wrong:
             raise OptionError(problem)
-    store = open_store(parse_store_options(rest, "report"), probe=False)
+    store = open_named_store(rest, "report")
     start = time.monotonic()
     page = make_report(store, run, max_samples).encode("utf-8")
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")  # renamed when complete

@@ -15,10 +15,11 @@ from rich.text import Text
 from penstock.flows.config import RunConfig
 from penstock.flows.options.argv import parse_number, parse_run_argument, penstock_command, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store, with_store_of_run
+from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.flows.runtime.runs import (
     keys_of_existing_run,
     latest_schedule_options,
+    open_named_store,
     open_store,
     read_existing_record,
 )
@@ -124,7 +125,7 @@ def show_main(argv: list[str]) -> int:
     """Run `penstock show`. Return 0."""
     positional, _, rest = split_args(argv, {})
     run = parse_run_argument("show", positional)
-    print_run(open_store(parse_store_options(with_store_of_run(rest, run), "show"), probe=False), RunKeys(run))
+    print_run(open_named_store(rest, "show", run=run), RunKeys(run))
     return 0
 
 
@@ -279,7 +280,7 @@ def cost_main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--cost": False, "--rounds": False, "--json": False, "--price": True})
     run = parse_run_argument("show --cost", positional)
     price = parse_number("--price", own["--price"]) if "--price" in own else None
-    store = open_store(parse_store_options(with_store_of_run(rest, run), "show --cost"), probe=False)
+    store = open_named_store(rest, "show --cost", run=run)
     costs = compute_costs(store, keys_of_existing_run(store, run))
     if "--json" in own:
         print(json.dumps(asdict(costs) | {"metrics": costs.metrics(price)}, indent=1))

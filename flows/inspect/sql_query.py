@@ -17,8 +17,8 @@ from pydantic_core import to_json
 from rich.cells import cell_len, set_cell_size
 
 from penstock.flows.options.argv import parse_integer, short_repr, split_args, to_one_line
-from penstock.flows.options.flags import parse_store_options, split_flags
-from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.options.flags import split_flags
+from penstock.flows.runtime.runs import keys_of_existing_run, open_named_store
 from penstock.flows.terminal.escape import escape_controls, unescaped
 from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     if limit is None and output_format == "table":
         limit = _TABLE_ROWS
     sql = read_sql(positional, own.get("--file"))
-    store = open_store(parse_store_options(store_argv, "query"), probe=False)
+    store = open_named_store(store_argv, "query")
     names = [keys_of_existing_run(store, run).run for run in runs] or store.list("runs")
     connection, problems = open_connection(store, names)
     for run, problem in problems.items():

@@ -8,9 +8,9 @@ from typing import Any
 from penstock.flows.config import validate_config
 from penstock.flows.options.addresses import MLFLOW, check_url
 from penstock.flows.options.argv import check_run_name, flag_of_field, split_args
-from penstock.flows.options.flags import parse_store_options, parse_values, split_flags
+from penstock.flows.options.flags import parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.runtime.runs import config_history, open_store, read_existing_record
+from penstock.flows.runtime.runs import config_history, open_named_store, read_existing_record
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError, TrackerError
 from penstock.storage.history.run_record import RunRecord, read_run_record
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     given = parse_values(argv_of[True]).get("run", {})
     if "--tracking-uri" in own:
         given["mlflow_tracking_uri"] = own["--tracking-uri"]
-    store = open_store(parse_store_options(argv_of[False], "report --to"), probe=False)
+    store = open_named_store(argv_of[False], "report --to")
     runs = [check_run_name(name) for name in names]
     if "--all" in own:
         runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]

@@ -20,8 +20,14 @@ from penstock.flows.inspect.report import read_token_texts
 from penstock.flows.inspect.run_views import row_of_run
 from penstock.flows.options.argv import parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store, with_store_of_run
-from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record, unknown_run_error
+from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
+from penstock.flows.runtime.runs import (
+    latest_schedule_options,
+    open_named_store,
+    open_store,
+    read_existing_record,
+    unknown_run_error,
+)
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, seconds_by_stage
 from penstock.flows.terminal.panel import Activity, Panel, end_wait, show_wait
@@ -108,7 +114,7 @@ def store_with_run(argv: list[str], run: str) -> Store:
     """Return the store that has a run, by the store options `argv`. A run that was just started writes its record after
     some seconds, so wait up to a minute for it. Raises RunError if the run does not exist."""
     keys, deadline = RunKeys(run), time.monotonic() + NEW_RUN_SECONDS
-    store = open_store(parse_store_options(with_store_of_run(argv, run), "watch"), probe=False)
+    store = open_named_store(argv, "watch", run=run)
     if not is_run_name(run):
         raise unknown_run_error(store, run)
     try:
@@ -116,7 +122,7 @@ def store_with_run(argv: list[str], run: str) -> Store:
             show_wait(f"waiting up to {NEW_RUN_SECONDS:.0f} s for run {run}, which store {store.uri} does not have yet")
             while not store.exists(keys.record) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
-                store = open_store(parse_store_options(with_store_of_run(argv, run), "watch"), probe=False)
+                store = open_named_store(argv, "watch", run=run)
     finally:
         end_wait()
     read_existing_record(store, keys)

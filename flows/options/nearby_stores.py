@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import OptionError
 
 MAX_DEPTH = 3  # levels of directories below the working directory
 MAX_DIRECTORIES = 5000  # that are searched
@@ -43,15 +42,6 @@ def names_no_store(argv: Sequence[str]) -> bool:
 def stores_with_run(run: str) -> list[str]:
     """Return the paths of the stores around the working directory that have a run named `run`."""
     return [store for store in find_nearby_stores() if (Path(store) / RunKeys(run).record).is_file()]
-
-
-def with_store_of_run(argv: Sequence[str], run: str) -> list[str]:
-    """Return a command line to which --store was added if it names no store and one of the stores around the working
-    directory has the run. Raises OptionError if several stores have it."""
-    stores = stores_with_run(run) if names_no_store(argv) else []
-    if len(stores) > 1:
-        raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")
-    return [*argv, *(argument for store in stores for argument in ("--store", store))]
 
 
 def _subdirectories(path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -28,14 +28,15 @@ from penstock.flows.config import (
     with_entry,
 )
 from penstock.flows.options.argv import check_run_name, flag_of_field
-from penstock.flows.options.nearby_stores import stores_with_run
+from penstock.flows.options.flags import parse_store_options
+from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
 from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.stages.plugins import DEFAULT_NAMES, hash_source
 from penstock.stages.train.reuse import Reuse
 from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
-from penstock.storage.errors import InputError, RunError, StoreError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError
 from penstock.storage.history.run_record import (
     Completion,
     ParentRecord,
@@ -80,6 +81,16 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
                     f"{path} is not a directory, but the store needs one: move that file, or give another --store"
                 )
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
+
+
+def open_named_store(argv: Sequence[str], command: str, *, run: str = "") -> Store:
+    """Return the store that the options of `penstock COMMAND` name, without writing to it. If they name none, it is the
+    one among the stores around the working directory that has `run`. Raises OptionError if several have it."""
+    stores = stores_with_run(run) if run and names_no_store(argv) else []
+    if len(stores) > 1:
+        raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")
+    flags = [word for store in stores for word in ("--store", store)]
+    return open_store(parse_store_options([*argv, *flags], command), probe=False)
 
 
 def keys_of_run(run_name: str) -> RunKeys:
