@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,10 +35,9 @@ from penstock.flows.options.argv import (
 )
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.replay import read_initial_weights
-from penstock.flows.runtime.evaluation import Evaluator
 from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.processes import Processes
-from penstock.flows.runtime.publishing import PolicyEngines
+from penstock.flows.runtime.publishing import PolicyEngines, evaluate_policy
 from penstock.flows.runtime.runs import ActiveRun, driver_lease, open_store, read_flow_and_config
 from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.console import print_table
@@ -129,9 +128,9 @@ def main(argv: list[str]) -> int:
         return 0
     next_version(search.first, search.last, values, search.bound)  # raises NoFallError before anything starts
     try:
-        with driving(search) as evaluator:
-            before = run_search(search, values, evaluator)
-            print_ranking(search, before, rank_round(search, evaluator, before))
+        with driving(search) as (processes, evaluate):
+            before = run_search(search, values, evaluate)
+            print_ranking(search, before, rank_round(search, processes, before))
     except (InputError, StoreError):
         raise
     except Exception as error:
@@ -230,9 +229,9 @@ def first_restorable(store: Store, keys: RunKeys, plan: Plan) -> int:
 
 
 @contextmanager
-def driving(search: Search) -> Iterator[Evaluator]:
-    """Drive the run during the block: check that it can start, and yield what evaluates its policy versions. Trainer
-    and engines start on first use and are stopped at the end."""
+def driving(search: Search) -> Iterator[tuple[Processes, Callable[[int], Commit]]]:
+    """Drive the run during the block: check that it can start, and yield its processes and a function that evaluates a
+    policy version. Trainer and engines start on first use and are stopped at the end."""
     store, keys, plan = search.store, search.keys, search.plan
     with driver_lease(store, keys) as lease:
         preflight(plan, own_lease=lease.key)
@@ -249,10 +248,17 @@ def driving(search: Search) -> Iterator[Evaluator]:
             apply_chat_template=plan.rollout.apply_chat_template,
             template_options=plan.rollout.apply_chat_template_kwargs,
         )
+        engines = PolicyEngines(processes, lambda *published: None)
+
+        def evaluate(version: int) -> Commit:
+            stop.raise_if_requested()
+            print(f"  · evaluating version {version}", flush=True)
+            return evaluate_policy(engines, tokenizer, stop, version, search.data_set)
+
         run.record_start("")
         with stop_signals.session(stop, plan.run.grace_period):
             try:
-                yield Evaluator(run, processes, PolicyEngines(processes, lambda *published: None), tokenizer, stop)
+                yield processes, evaluate
             except NoFallError:
                 raise
             except BaseException as error:
@@ -268,21 +274,19 @@ def driving(search: Search) -> Iterator[Evaluator]:
                     record_completion(store, keys, run.start, completion)
 
 
-def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -> int:
+def run_search(search: Search, values: dict[int, float], evaluate: Callable[[int], Commit]) -> int:
     """Evaluate versions until the fall is between two consecutive ones, and return the first of these. Print every
     value, the fall that was found, and which others the values show."""
 
-    def evaluate(version: int) -> float:
-        evaluator.stop.raise_if_requested()
-        print(f"  · evaluating version {version}", flush=True)
-        commit = evaluator.evaluate(version, search.data_set)
+    def value_of(version: int) -> float:
+        commit = evaluate(version)
         value = search.value(commit)
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}", flush=True)
         return value
 
     for version, commit in sorted(search.stored.items()):
         print(f"  version {version:>5}  {format_with_interval(commit.summary, search.metric)}  (stored)")
-    before, after = find_fall(search.first, search.last, values, search.bound, evaluate)
+    before, after = find_fall(search.first, search.last, values, search.bound, value_of)
     print(
         f"{search.metric} fell below {search.bound:g} at version {after}: {values[before]:.4g} at version {before}, "
         f"{values[after]:.4g} at version {after}. Round {before} trained it"
@@ -293,20 +297,20 @@ def run_search(search: Search, values: dict[int, float], evaluator: Evaluator) -
     return before
 
 
-def rank_round(search: Search, evaluator: Evaluator, before: int) -> list[RankedGroup]:
+def rank_round(search: Search, processes: Processes, before: int) -> list[RankedGroup]:
     """Return the groups of the round that trained version `before + 1`, the most harmful first; [] if the evaluations
     do not say which were. Saves a checkpoint of version `before`, from which the ranking starts twice."""
     store, keys = search.store, search.keys
-    commits = [evaluator.run.read_commit(keys.eval_prefix(v, search.data_set)) for v in (before, before + 1)]
+    commits = [processes.run.read_commit(keys.eval_prefix(v, search.data_set)) for v in (before, before + 1)]
     check_same_data(search.data_set, *commits)
     contrast = reward_contrast([read_table(store, commit) for commit in commits])
     if not contrast.any():
         return []
-    policy = evaluator.processes.policy_restorer()
+    policy = processes.policy_restorer()
     if before:
         policy.save_checkpoint(before)
     influence = policy.influence_of_samples(before, commits, contrast.tolist())
-    rollout = evaluator.run.read_commit(keys.rollout_prefix(before))
+    rollout = processes.run.read_commit(keys.rollout_prefix(before))
     return rank_groups(read_table(store, rollout), influence) if any(influence) else []
 
 

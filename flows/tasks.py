@@ -18,10 +18,10 @@ from penstock.flows.promotion import promote_policy
 from penstock.flows.reporting.observer import Observer
 from penstock.flows.reporting.prefect_page import describe_progress
 from penstock.flows.runtime.conversion import export_origin, import_model
-from penstock.flows.runtime.debug_runs import check_gates, dump_samples, loading_options, rollout_file
+from penstock.flows.runtime.debug_runs import check_gates, dump_samples
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
-from penstock.flows.runtime.evaluation import Evaluator
+from penstock.flows.runtime.publishing import evaluate_policy
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
 from penstock.stages.convert.targets import find_conversion, is_conversion_of, is_published
@@ -30,6 +30,7 @@ from penstock.stages.eval.scores import Gate
 from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_stage
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
+from penstock.stages.torch_files import fill_template
 from penstock.stages.train.restore import step_ref
 from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused
@@ -115,8 +116,16 @@ def rollout(session: Session, rollout_id: int, generate: Callable[[int], Commit]
     --debug-rollout-only; the commit records it."""
     prefix = session.run.keys.rollout_prefix(rollout_id)
     commit = session.run.store.committed(prefix)
-    if commit is None and session.config.debug.load_debug_rollout_data:
-        commit = load_rollout(session, rollout_id)
+    if commit is None and (template := session.config.debug.load_debug_rollout_data):
+        commit = loaded_rollout_stage(
+            rollout_context(session),
+            prefix,
+            RolloutRound(session.run.keys.run, rollout_id, policy_version=-1),
+            fill_template(template, rollout_id=rollout_id),
+            read_resume_point(session.run.store, session.run.keys, rollout_id),
+            num_in_step=session.config.train.global_batch_size,
+            fraction=session.config.debug.load_debug_rollout_data_subsample,
+        )
     return _report_rollout(session, prefix, commit or generate(rollout_id))
 
 
@@ -129,19 +138,6 @@ def _report_rollout(session: Session, prefix: str, commit: Commit) -> RolloutRef
         rollout_id=commit.index,
         num_samples=commit.num_samples(),
         policy_version=commit.policy_version,
-    )
-
-
-def load_rollout(session: Session, rollout_id: int) -> Commit:
-    """Commit the samples of a --load-debug-rollout-data file as round `rollout_id`, and return the commit."""
-    keys = session.run.keys
-    return loaded_rollout_stage(
-        rollout_context(session),
-        keys.rollout_prefix(rollout_id),
-        RolloutRound(keys.run, rollout_id, policy_version=-1),
-        rollout_file(session.config, rollout_id),
-        read_resume_point(session.run.store, keys, rollout_id),
-        **loading_options(session.config),
     )
 
 
@@ -167,7 +163,7 @@ def generation_context(
         grader=session.grader,
         stop=session.stop,
         on_progress=on_progress,
-        connect=session.processes.setup.connect_for_training,
+        connect=session.processes.connect_for_training,
         read_counters=session.processes.engine_counters,
         teacher_top_k=session.config.train.stored_top_k,
         serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
@@ -181,7 +177,7 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     prefix = session.run.keys.rollout_prefix(rollout_id)
     commit = session.run.store.committed(prefix)
     if commit is None:
-        context = rollout_context(session, max_seq_len=session.processes.setup.shape.max_position_embeddings)
+        context = rollout_context(session, max_seq_len=session.processes.shape.max_position_embeddings)
         state = read_resume_point(session.run.store, session.run.keys, rollout_id).state
         commit = sft_data_stage(context, prefix, session.run.keys.run, rollout_id, state)
     return _report_rollout(session, prefix, commit)
@@ -272,9 +268,8 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     prefix = session.run.keys.eval_prefix(version, name)
     commit = session.run.store.committed(prefix)
     if commit is None:
-        parts = session.run, session.processes, session.engines, session.tokenizer, session.stop
         with session.display.progress(f"eval {name} of version {version}: samples", "eval") as report:
-            commit = Evaluator(*parts).evaluate(version, name, report)
+            commit = evaluate_policy(session.engines, session.tokenizer, session.stop, version, name, report)
     session.report_commit(prefix, commit)
     dump_samples(session.config, session.run.store, commit, f"eval_{version}_{name}", session.display)
     return EvalRef(

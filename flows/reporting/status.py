@@ -124,7 +124,7 @@ class StatusWriter(ThreadObserver):
         gpus = {"trainer": [(rank.node, gpu) for rank in ranks for gpu in rank.gpu_ids]}
         gpus |= {replica.label: replica.gpus() for _, replica in replicas}
         nodes = list(dict.fromkeys(node for of_lane in gpus.values() for node, _ in of_lane))
-        without_gpus = "external" if self.processes.setup.options.external else "CPU"
+        without_gpus = "external" if self.processes.engine_options.external else "CPU"
         for group, replica in replicas:
             known = self._lanes.get(name := replica.label)
             since = known.starting_since if known else None

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.display import Display
-from penstock.stages.rollout.data_rounds import load_rollout_file, save_rollout_file
+from penstock.stages.rollout.data_rounds import save_rollout_file
 from penstock.stages.torch_files import fill_template, load_torch_file, save_torch_file
 from penstock.storage.commit import Commit
-from penstock.storage.errors import DataError, GateFailed, PenstockError
+from penstock.storage.errors import GateFailed, PenstockError
 from penstock.storage.store import Store
 
 GRAD_NORMS = {"actor": "train/grad_norm", "critic": "train/critic-grad_norm"}  # role -> metric
@@ -94,32 +93,3 @@ def dump_samples(
         display.note(f"wrote the samples of rollout {rollout_id} to {path}")
     except (OSError, PenstockError) as error:  # the run does not depend on the file
         display.warn(f"the samples of rollout {rollout_id} are not written to {path} ({error}); continuing")
-
-
-def rollout_file(config: PostTrainConfig, rollout_id: int) -> Path:
-    """Return the path of --load-debug-rollout-data for round `rollout_id`."""
-    template = config.debug.load_debug_rollout_data
-    assert template is not None, "--load-debug-rollout-data is not given"
-    return fill_template(template, rollout_id=rollout_id)
-
-
-def loading_options(config: PostTrainConfig) -> dict[str, Any]:
-    """Return the keyword arguments of `load_rollout_file` that options determine."""
-    return {
-        "num_in_step": config.train.global_batch_size,
-        "fraction": config.debug.load_debug_rollout_data_subsample,
-    }
-
-
-def check_rollout_files(config: PostTrainConfig, first: int) -> None:
-    """Check that --load-debug-rollout-data names a file for every round from `first` on, and that the samples of the
-    first file can be trained on. Raises DataError."""
-    rounds = range(first, config.run.num_rollout)
-    missing = [r for r in rounds if not rollout_file(config, r).is_file()]
-    if missing:
-        raise DataError(
-            f"{rollout_file(config, missing[0])} of --load-debug-rollout-data does not exist, but round {missing[0]} "
-            f"of --num-rollout {config.run.num_rollout} needs it: correct the path, or lower --num-rollout"
-        )
-    if rounds:
-        load_rollout_file(rollout_file(config, first), config.rollout, **loading_options(config))

@@ -40,7 +40,6 @@ from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import check_rewards_of_estimator, options_without_partner
 from penstock.flows.run_config import RunConfig
-from penstock.flows.runtime.debug_runs import check_rollout_files
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
@@ -56,10 +55,12 @@ from penstock.stages.rewards.reward_preflight import (
     unrewarded_labels_warning,
 )
 from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.data_rounds import load_rollout_file
 from penstock.stages.rollout.plugins.rollout_function import check_rollout_functions
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
 from penstock.stages.rollout.prompts.prompt_files import read_column_names
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
+from penstock.stages.torch_files import fill_template
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
 from penstock.storage.config import entries_of
@@ -155,9 +156,19 @@ def check_run_record(config: Plan, own_lease: str | None) -> None:
         check_run_may_start(store, config, own_lease=own_lease)
         if config.flow.has_rollouts:
             check_committed_rollouts(store, config)
-        if config.debug.load_debug_rollout_data:
+        if template := config.debug.load_debug_rollout_data:
             rollouts = [] if is_removed(store, keys) else store.committed_indices(f"{keys.prefix}/rollouts")
-            check_rollout_files(config, len(rollouts))
+            rounds = range(len(rollouts), config.run.num_rollout)
+            paths = {r: fill_template(template, rollout_id=r) for r in rounds}
+            if missing := [r for r, path in paths.items() if not path.is_file()]:
+                raise DataError(
+                    f"{paths[missing[0]]} of --load-debug-rollout-data does not exist, but round {missing[0]} of "
+                    f"--num-rollout {config.run.num_rollout} needs it: correct the path, or lower --num-rollout"
+                )
+            if rounds:  # the samples of the first file must be trainable
+                fraction = config.debug.load_debug_rollout_data_subsample
+                num_in_step = config.train.global_batch_size
+                load_rollout_file(paths[rounds[0]], config.rollout, num_in_step=num_in_step, fraction=fraction)
     except OSError as error:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"

@@ -57,64 +57,6 @@ def ray_starting(config: PostTrainConfig) -> Iterator[None]:
             cluster.stop()
 
 
-class EngineSetup:
-    """The options of a run's engines, their router, and the clients that send requests to them. `has_trainer`: whether
-    the flow run has a trainer, which sends weights to the engines."""
-
-    def __init__(self, run: ActiveRun, *, has_trainer: bool) -> None:
-        self.run = run
-        self.config = run.config
-        self.has_trainer = has_trainer
-        self.evaluates_apart = run.config.eval.eval_mode == "apart" and has_trainer  # on engines for evaluations only
-        self.entered = ExitStack()  # holds the router
-
-    @cached_property
-    def options(self) -> EngineOptions:
-        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0. If
-        version 0 has other weights, or with --check-weight-update-equal, they report "hf-checkpoint" instead, and the
-        trainer sends them version 0."""
-        logs = logs_of_run(self.run.store, self.run.keys)
-        awaits_weights = self.config.run.check_weight_update_equal or (
-            self.has_trainer and self.config.start_weights != self.config.convert.hf_checkpoint
-        )
-        version = INITIAL if awaits_weights else f"{self.run.keys.run}/0"
-        options = engine_options(self.config)
-        if self.has_trainer:
-            options = with_adapters(options, self.config, self.run.record.parent if self.run.record else None)
-        if options.adapters is not None:
-            version = BASE
-        return options.replace_spec_fields(weight_version=version, log_dir=logs and str(logs))
-
-    @cached_property
-    def router(self) -> RequestRouter | None:
-        """Return the started router in front of the engines, or None if none is configured."""
-        router = engine_backend(self.options.engine).create_router(self.options)
-        return None if router is None else self.entered.enter_context(router)
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        """Return the shape of --hf-checkpoint."""
-        return read_shape(self.config.convert.hf_checkpoint, self.config.convert.model_family_path)
-
-    @property
-    def connect(self) -> Callable[..., EngineClient]:
-        """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
-        return partial(engine_backend(self.options.engine).connect, router=self.router.address if self.router else None)
-
-    @property
-    def connect_for_evaluation(self) -> Callable[..., EngineClient]:
-        """Return `connect` for evaluations. The router does not know engines that only evaluate."""
-        return engine_backend(self.options.engine).connect if self.evaluates_apart else self.connect
-
-    @property
-    def connect_for_training(self) -> Callable[..., EngineClient]:
-        """Return `connect` for training rollouts. With --use-rollout-routing-replay, its clients also request the ids
-        of the experts that each token was routed to."""
-        if not self.options.return_experts:
-            return self.connect
-        return partial(self.connect, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
-
-
 class Processes:
     """Starts, restores and stops the Ray cluster, trainer and engines of one run. A context manager.
 
@@ -132,13 +74,15 @@ class Processes:
     def __init__(self, run: ActiveRun, note: Callable[[str], None], *, has_trainer: bool = True) -> None:
         self.run = run
         self.note = note
-        self.setup = EngineSetup(run, has_trainer=has_trainer)
+        self.has_trainer = has_trainer
+        self.evaluates_apart = run.config.eval.eval_mode == "apart" and has_trainer  # on engines for evaluations only
         self.base_checkpoint: CheckpointRef | None = None
         self.pools: dict[str, EnginePool] = {}
         self.memory_switches: list[MemorySwitch] = []
         self.started_trainer: TrainerGroup | None = None
         self._early_ray = _early_ray.get()
         self._cluster: Cluster | None = None
+        self._entered = ExitStack()  # holds the router
         self._starting = threading.RLock()  # the thread that saves a checkpoint uses the same processes
         self._counters_at_start = all_counters()
 
@@ -214,7 +158,7 @@ class Processes:
         """Return a new trainer, whose processes start on first use."""
         spec = TrainerSpec(
             run=self.run.keys.run,
-            shape=self.setup.shape,
+            shape=self.shape,
             config=config.train,
             temperature=config.rollout.rollout_temperature,
             engine=config.rollout.engine,
@@ -227,6 +171,54 @@ class Processes:
 
     # ---- the engines -------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def engine_options(self) -> EngineOptions:
+        """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0. If
+        version 0 has other weights, or with --check-weight-update-equal, they report "hf-checkpoint" instead, and the
+        trainer sends them version 0."""
+        logs = logs_of_run(self.run.store, self.run.keys)
+        awaits_weights = self.run.config.run.check_weight_update_equal or (
+            self.has_trainer and self.run.config.start_weights != self.run.config.convert.hf_checkpoint
+        )
+        version = INITIAL if awaits_weights else f"{self.run.keys.run}/0"
+        options = engine_options(self.run.config)
+        if self.has_trainer:
+            options = with_adapters(options, self.run.config, self.run.record.parent if self.run.record else None)
+        if options.adapters is not None:
+            version = BASE
+        return options.replace_spec_fields(weight_version=version, log_dir=logs and str(logs))
+
+    @cached_property
+    def router(self) -> RequestRouter | None:
+        """Return the started router in front of the engines, or None if none is configured."""
+        router = engine_backend(self.engine_options.engine).create_router(self.engine_options)
+        return None if router is None else self._entered.enter_context(router)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Return the shape of --hf-checkpoint."""
+        return read_shape(self.run.config.convert.hf_checkpoint, self.run.config.convert.model_family_path)
+
+    @property
+    def connect(self) -> Callable[..., EngineClient]:
+        """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
+        return partial(
+            engine_backend(self.engine_options.engine).connect, router=self.router.address if self.router else None
+        )
+
+    @property
+    def connect_for_evaluation(self) -> Callable[..., EngineClient]:
+        """Return `connect` for evaluations. The router does not know engines that only evaluate."""
+        return engine_backend(self.engine_options.engine).connect if self.evaluates_apart else self.connect
+
+    @property
+    def connect_for_training(self) -> Callable[..., EngineClient]:
+        """Return `connect` for training rollouts. With --use-rollout-routing-replay, its clients also request the ids
+        of the experts that each token was routed to."""
+        if not self.engine_options.return_experts:
+            return self.connect
+        return partial(self.connect, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
+
     def start_engines(self, role: str = "rollout") -> EnginePool:
         """Return the engines that generate rollouts, or with `role` "evaluation" those that only evaluate, whichever
         policy version they serve. The first call starts them and does not wait until they have loaded the model
@@ -234,13 +226,13 @@ class Processes:
         with self._starting:
             cluster = self.cluster
             if "rollout" not in self.pools:
-                engines = start_pool(cluster, self.setup.options)
-                if self.setup.evaluates_apart:
+                engines = start_pool(cluster, self.engine_options)
+                if self.evaluates_apart:
                     self.pools["evaluation"] = engines.split(self.run.config.eval.eval_num_engines)
                 self.pools["rollout"] = engines
-                if self.setup.router is not None:
-                    engines.listener = self.setup.router.set_backends
-                if self.setup.has_trainer and teacher_options(self.run.config) is not None:
+                if self.router is not None:
+                    engines.listener = self.router.set_backends
+                if self.has_trainer and teacher_options(self.run.config) is not None:
                     self._start_teacher()
             return self.pools[role]
 
@@ -259,7 +251,7 @@ class Processes:
                 options = teacher_options(self.run.config)
                 assert options is not None, "the run has no engine for a teacher"
                 first_gpu = run_placement(self.run.config).end_of_engines(cluster.gpus_per_node)
-                log_dir = self.setup.options.spec.log_dir and f"{self.setup.options.spec.log_dir}/teacher"
+                log_dir = self.engine_options.spec.log_dir and f"{self.engine_options.spec.log_dir}/teacher"
                 options = replace(options, trainer_gpus=first_gpu).replace_spec_fields(log_dir=log_dir)
                 self.pools["teacher"] = start_pool(cluster, options)
             return self.pools["teacher"]
@@ -314,7 +306,7 @@ class Processes:
     def engine_counters(self, *, evaluation: bool = False) -> Counters:
         """Return the energy counters of the engines' GPUs, or, with `evaluation`, of the engines that evaluate; {} if
         energy is not measured."""
-        roles = ["evaluation" if self.setup.evaluates_apart else "rollout"] if evaluation else ["rollout", "teacher"]
+        roles = ["evaluation" if self.evaluates_apart else "rollout"] if evaluation else ["rollout", "teacher"]
         replicas = [replica for role in roles if role in self.pools for replica in self.pools[role].replicas]
         return self._read_counters([gpu for replica in replicas for gpu in replica.gpus()])
 
@@ -334,11 +326,11 @@ class Processes:
 
         Engines that another driver of this run has taken over (adopted) keep running.
         """
-        self.setup.entered.close()
+        self._entered.close()
         trainer, self.started_trainer = self.started_trainer, None
         pools, self.pools = list(self.pools.values()), {}
-        if pools and self.setup.options.adapters is not None and (external := self.setup.options.external):
-            engine_backend(self.setup.options.engine).connect(list(map(engine_url, external))).unload_adapters()
+        if pools and self.engine_options.adapters is not None and (external := self.engine_options.external):
+            engine_backend(self.engine_options.engine).connect(list(map(engine_url, external))).unload_adapters()
         if self._cluster is None:
             return
         if self._cluster.alive():

@@ -2,6 +2,7 @@
 
 `PolicyEngines` enters the blocks of flows/policy_schedule.py, in which a rollout, a stream or an evaluation uses the
 engines. `PolicyPublisher` sends weights, and moves the state of trainer and engines between devices and host memory.
+`evaluate_policy` scores a policy version with these engines.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 from penstock.engines.weights.transfer import add_upload, update_and_check
 from penstock.flows.options.adapters import adapter_of_version
 from penstock.flows.policy_schedule import EngineUse, PolicySchedule, PolicyTurns
+from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.processes import Processes
+from penstock.stages.eval.scores import compute_eval_metrics
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.train.trainer_group import TrainerGroup
+from penstock.storage.commit import Commit
 from penstock.storage.failpoints import failpoint
+from penstock.storage.preemption import StopRequest
 
 Urls = Callable[[], list[str]]  # returns the addresses of the live engines
 OnPublished = Callable[[int, list[str], dict[str, float], list[MemorySwitch]], None]
@@ -40,7 +49,7 @@ class PolicyEngines:
 
     def __init__(self, processes: Processes, on_published: OnPublished) -> None:
         limits = processes.run.config.run.policy_limits
-        self.turns = PolicyTurns(PolicySchedule(replace(limits, evaluates_apart=processes.setup.evaluates_apart)))
+        self.turns = PolicyTurns(PolicySchedule(replace(limits, evaluates_apart=processes.evaluates_apart)))
         self.processes = processes
         self.publisher = PolicyPublisher(processes, on_published)
         self._urls: dict[EngineUse, Urls] = {}  # of the pools that are used
@@ -164,7 +173,7 @@ class PolicyPublisher:
         if (adapter := transport.adapter) is not None:
             trainer.publish(urls, processes.run.weight_version(version), transport)
             failpoint("adapter-loaded")
-            processes.setup.connect(urls).use_adapter(adapter.name)
+            processes.connect(urls).use_adapter(adapter.name)
             metrics = {"perf/checked_weight_tensors": adapter.num_tensors} if adapter.compare else {}
         elif run.check_weight_update_equal:
             metrics = self._send_and_check(trainer, urls, version, transport)
@@ -175,7 +184,7 @@ class PolicyPublisher:
             self.offload_trainer()  # the KV cache needs the memory of the weights
             failpoint("engines-without-cache")
             with processes.record_memory_switch("engines: resume KV cache"):
-                processes.setup.connect(urls).resume_kv_cache()
+                processes.connect(urls).resume_kv_cache()
         metrics["perf/update_weights_time"] = time.perf_counter() - start - metrics.get("perf/check_weights_time", 0.0)
         switches, processes.memory_switches = processes.memory_switches, []
         if run.alternates_trainer_and_engines:
@@ -191,19 +200,19 @@ class PolicyPublisher:
         engines = processes.start_engines()
         places, ranks = engines.places(urls), trainer.places()
         directory = config.run.update_weight_disk_dir or (store.path(prefix) if store.is_local else None)
-        transport = processes.setup.options.weight_transport(places, ranks, directory or tempfile.gettempdir())
-        if processes.setup.options.adapters is not None:
+        transport = processes.engine_options.weight_transport(places, ranks, directory or tempfile.gettempdir())
+        if processes.engine_options.adapters is not None:
             adapter = adapter_of_version(
                 processes.run.weight_version(version),
                 self._adapter_suffix,
                 config.train,
-                processes.setup.shape,
+                processes.shape,
                 config.convert.hf_checkpoint,
                 compare=config.run.check_weight_update_equal,
             )
             transport = replace(transport, adapter=adapter)
         routes = transport.routes.items()
-        if processes.setup.options.sends_vision_once and all(route.incarnation for _, route in routes):
+        if processes.engine_options.sends_vision_once and all(route.incarnation for _, route in routes):
             transport = replace(transport, without_vision=routes <= self._have_vision)
         if directory is not None:
             return transport
@@ -222,7 +231,7 @@ class PolicyPublisher:
             )
         start = time.perf_counter()
         num_tensors, update_time = update_and_check(
-            processes.setup.connect(urls),
+            processes.connect(urls),
             partial(trainer.publish, urls),
             processes.run.weight_version(version),
             transport,
@@ -248,3 +257,47 @@ class PolicyPublisher:
         if trainer is not None and self.config.run.offloads_trainer:
             trainer.offload(keep=("weights",) if keep_weights else ())
             failpoint("trainer-offloaded")
+
+
+def evaluate_policy(
+    engines: PolicyEngines,
+    tokenizer: PromptTokenizer,
+    stop: StopRequest,
+    version: int,
+    name: str,
+    on_progress: ProgressCallback = lambda done, total: None,
+) -> Commit:
+    """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, and commit the
+    metrics. Return the commit, or the existing one. Engines that do not serve `version` get it from the trainer, which
+    is restored to it."""
+    processes, run = engines.processes, engines.processes.run
+    prefix, evals = run.keys.eval_prefix(version, name), run.config.eval
+    if existing := run.store.committed(prefix):
+        return existing
+    rollout = run.config.rollout_with_args.model_copy(update=evals.rollout_overrides(dict(evals.data_sets)[name], name))
+    source = PromptSource.open(rollout)
+    with engines.for_evaluation(version) as urls:
+        context = RolloutContext(
+            run.store,
+            rollout,
+            source,
+            tokenizer,
+            urls,
+            provenance=run.provenance,
+            stop=stop,
+            on_progress=on_progress,
+            connect=processes.connect_for_evaluation,
+            read_counters=partial(processes.engine_counters, evaluation=True),
+        )
+        return rollout_stage(
+            context,
+            prefix,
+            RolloutRound(run.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
+            num_prompts=len(source),
+            summarize=lambda samples: compute_eval_metrics(
+                samples,
+                name,
+                pass_threshold=evals.data_set_settings(name).get("pass_threshold"),
+                require_pass_rate=evals.log_passrate,
+            ),
+        )

@@ -97,7 +97,7 @@ def test_weights_are_uploaded_only_if_no_directory_is_shared(
     processes = Processes(ActiveRun(store, RunKeys("r"), Flow.TRAIN, config), print)
     by_url = {f"http://{index}": place for index, place in enumerate(places)}
     engines = SimpleNamespace(places=lambda urls: by_url, actors=lambda urls: dict.fromkeys(urls, "actor"))
-    processes.setup.__dict__["options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")
+    processes.__dict__["engine_options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")
     processes.start_engines = lambda: engines  # type: ignore[method-assign, assignment, return-value]
     trainer: Any = SimpleNamespace(places=lambda: [HERE])
     transport = PolicyPublisher(processes, print).transport(trainer, list(by_url), 0)
@@ -127,7 +127,7 @@ def test_a_frozen_vision_tower_is_sent_once_to_each_process_of_an_engine(tmp_pat
         return sent.pop()
 
     def publisher(**options: Any) -> PolicyPublisher:
-        processes.setup.__dict__["options"] = EngineOptions(ServerSpec(model_path=str(tmp_path)), **options)
+        processes.__dict__["engine_options"] = EngineOptions(ServerSpec(model_path=str(tmp_path)), **options)
         return PolicyPublisher(processes, lambda *published: None)
 
     frozen = publisher(vision="frozen")

@@ -21,7 +21,7 @@ from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyTurns
 from penstock.flows.runtime.preflight import check_eval_engines
-from penstock.flows.runtime.processes import EngineSetup
+from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import EngineError
@@ -60,9 +60,9 @@ def test_engines_that_only_evaluate_must_leave_some_for_rollouts() -> None:
 
 def test_evaluations_apart_do_not_use_the_router(tmp_path: Path) -> None:
     words = ["--run", "r", "--use-router", "--eval-mode", "apart", "--eval-prompt-data", "h", "h.jsonl"]
-    setup = EngineSetup(ActiveRun(Store(str(tmp_path)), KEYS, Flow.TRAIN, parse_config(words)), has_trainer=True)
-    setup.__dict__["router"] = SimpleNamespace(address=lambda: "http://router")
-    rollouts, evaluations = setup.connect(["http://0"]), setup.connect_for_evaluation(["http://0"])
+    processes = Processes(ActiveRun(Store(str(tmp_path)), KEYS, Flow.TRAIN, parse_config(words)), print)
+    processes.__dict__["router"] = SimpleNamespace(address=lambda: "http://router")
+    rollouts, evaluations = processes.connect(["http://0"]), processes.connect_for_evaluation(["http://0"])
     assert rollouts.router is not None and evaluations.router is None  # type: ignore[attr-defined]
 
 

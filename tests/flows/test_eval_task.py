@@ -66,10 +66,9 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
 
     keys = open_run(store, resolve("evaluate", config, store))
     session = SimpleNamespace(
-        config=config, run=SimpleNamespace(store=store, keys=keys, provenance={}, config=config),
-        engines=SimpleNamespace(for_evaluation=for_evaluation), tokenizer=tokenizer,
-        processes=SimpleNamespace(setup=SimpleNamespace(connect_for_evaluation=connect),
-                                  engine_counters=lambda evaluation: {}),
+        config=config, run=(run := SimpleNamespace(store=store, keys=keys, provenance={}, config=config)),
+        engines=SimpleNamespace(for_evaluation=for_evaluation, processes=SimpleNamespace(
+            run=run, connect_for_evaluation=connect, engine_counters=lambda evaluation: {})), tokenizer=tokenizer,
         display=SimpleNamespace(progress=progress), stop=None, report_commit=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.data_sets}

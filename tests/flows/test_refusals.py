@@ -199,7 +199,7 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
         (publisher(*ref_load, has_trainer=False), "r/0", bf16_model),
         (publisher("--check-weight-update-equal"), INITIAL, fp8_model),
     ):
-        assert built.processes.setup.options.spec.weight_version == version
+        assert built.processes.engine_options.spec.weight_version == version
         assert built.config.start_weights == str(model)
     assert str(bf16_model) in (publisher(*ref_load).reason_against_initial_comparison() or "")
     assert publisher().reason_against_initial_comparison() is None

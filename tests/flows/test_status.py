@@ -58,7 +58,7 @@ def made_processes(*replicas: MadeReplica, gpus: tuple[str, ...] = (), **pools: 
     return SimpleNamespace(
         pools={role: SimpleNamespace(replicas=of) for role, of in {"rollout": replicas, **pools}.items()},
         started_trainer=SimpleNamespace(places=lambda: places),
-        setup=SimpleNamespace(options=SimpleNamespace(external=())),
+        engine_options=SimpleNamespace(external=()),
     )
 
 
