@@ -53,7 +53,7 @@ def blob_sizes(store: FileStore, digests: Iterable[str]) -> dict[str, int]:
     """Return digest -> bytes of blobs that the store must have. Raises StoreError if one is missing."""
     names = sorted(set(digests))
     sizes = {}
-    for digest, size in zip(names, map_in_threads(lambda name: store.size(blob_key(name)), names, NUM_REQUESTS)):
+    for digest, size in zip(names, store.map_requests(lambda name: store.size(blob_key(name)), names)):
         if size is None:
             raise StoreError(
                 f"{store.path(blob_key(digest))}, an image of a sample, is missing (`penstock gc` may have deleted "

@@ -262,6 +262,8 @@ class RunKeys:
         self.run = run
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
+        self.fork = f"{self.prefix}/fork.json"  # of an unfinished fork; a finished one has the record instead
+        self.removed = f"{self.prefix}/removed.json"  # marks a run as removed; some of its files may remain
         self.report = f"{self.prefix}/report.html"  # written at the end of each start
         self.status = f"{self.prefix}/status.json"  # what the driver does now (storage/history/run_status.py)
 

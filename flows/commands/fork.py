@@ -45,7 +45,7 @@ from penstock.storage.history.run_record import (
     read_run_record,
 )
 from penstock.storage.leases import Lease, new_driver_lease_key
-from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, unfinished_fork_key
+from penstock.storage.maintenance.deletion import describe_removing_process, is_removed
 from penstock.storage.store import Store, committed_prefixes
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
@@ -140,7 +140,7 @@ def create_fork(
     recorded = config.model_dump(mode="json", exclude=_CREDENTIALS)
     reserve_run_name(store, new, ForkRecord(flow=config.flow, config=recorded, parent=entry))
     if is_removed(store, old) or describe_removing_process(store, old):
-        store.delete([unfinished_fork_key(new)])
+        store.delete([new.fork])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
         lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
@@ -148,14 +148,14 @@ def create_fork(
             # `penstock gc` may have removed the unfinished fork before the lease existed. Check first whether a removal
             # is in progress: if it ends between the two checks, the second check finds it.
             is_being_removed = describe_removing_process(store, new) is not None
-            if is_being_removed or is_removed(store, new) or not store.exists(unfinished_fork_key(new)):
+            if is_being_removed or is_removed(store, new) or not store.exists(new.fork):
                 raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
             if shares_start:
                 copy_records_to_fork(store, parent, config, entry)
             create_run_record(store, config, parent=entry)
         finally:
             lease.release()
-    store.delete([unfinished_fork_key(new)])
+    store.delete([new.fork])
     prefixes = [prefix for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, entry)]
     shared = [commit.listed_kind for commit in map_in_threads(store.committed, prefixes, _NUM_COPIES) if commit]
     names = ("rollout", "step", "checkpoint", "eval", *(["regrade"] if "regrade" in shared else []))
@@ -263,7 +263,7 @@ def count_reusable_rounds(
     for flag in (flag_of_field(option) for option, section in unused.items() if option in given.get(section, {})):
         raise OptionError(f"{flag} has no effect with --reuse-rollouts, which starts no engines: omit {flag}")
     available = _num_consecutive(store.committed_indices(f"{keys.prefix}/rollouts"))
-    if reserved := store.read_record(ForkRecord, unfinished_fork_key(RunKeys(name))):
+    if reserved := store.read_record(ForkRecord, RunKeys(name).fork):
         available = min(available, reserved.parent.reused_rounds.stop)  # the parent has generated more since
     if available <= at_round:
         raise RunError(f"run {keys.run!r} has {available} rollouts, so none from round {at_round} on: lower --at")
@@ -330,11 +330,11 @@ def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> Non
     problem = ""
     if is_removed(store, new):
         problem = f"run {new.run!r} is not completely removed: finish it with `penstock gc --delete`, or"
-    elif existing is None and store.list(new.prefix) and store.read(unfinished_fork_key(new)) is None:
+    elif existing is None and store.list(new.prefix) and store.read(new.fork) is None:
         problem = f"{store.path(new.prefix)} contains files that do not belong to a fork:"
     elif existing is None:
-        store.create(unfinished_fork_key(new), fork_record.model_dump_json(indent=1).encode())
-        existing = store.read_record(ForkRecord, unfinished_fork_key(new)) or read_run_record(store, new)
+        store.create(new.fork, fork_record.model_dump_json(indent=1).encode())
+        existing = store.read_record(ForkRecord, new.fork) or read_run_record(store, new)
     if not problem and (existing is None or any(getattr(existing, name) != value for name, value in fork_record)):
         state = "is an unfinished fork with another origin or other options (`penstock gc --delete` removes it)"
         problem = f"run {new.run!r} {'exists already' if store.read(new.record) else state}:"

@@ -53,7 +53,7 @@ from penstock.storage.history.run_record import (
     schedule_change_keys,
 )
 from penstock.storage.leases import Lease, describe_live_drivers, new_driver_lease_key
-from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
+from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run
 from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store, committed_prefixes
@@ -195,7 +195,7 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     record = read_run_record(store, keys)
     if record is None:
         prefixes = committed_prefixes(store, keys)
-        if prefixes and store.read(unfinished_fork_key(keys)) is not None:
+        if prefixes and store.read(keys.fork) is not None:
             raise RunError(
                 f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
             )

@@ -28,13 +28,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.blobs import DIRECTORY, blob_key
+from penstock.storage.blobs import DIRECTORY
 from penstock.storage.commit import STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
-from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.store import Store, committed_prefixes, origin_roles
+from penstock.storage.store import Store, committed_prefixes, origin_roles, read_stages
 
 
 @dataclass(frozen=True)
@@ -107,17 +105,15 @@ def read_lineage(store: Store) -> LineageGraph:
     """Read the commits of all runs and models of a store, and return their lineage."""
     graph = LineageGraph()
     runs = [run for run in store.list("runs") if store.read(RunKeys(run).record)]
-    prefixes = [prefix for run in runs for prefix in committed_prefixes(store, RunKeys(run))]
-    prefixes += [f"models/{name}" for name in store.committed_names("models")]
-    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
-    by_key = {commit_key(prefix): commit for prefix, commit in zip(prefixes, commits, strict=True) if commit}
+    by_key = {commit_key(prefix): commit for run in runs for prefix, commit in read_stages(store, RunKeys(run)).items()}
+    models = [f"models/{name}" for name in store.committed_names("models")]
+    conversions = zip(models, store.map_requests(store.committed, models), strict=True)
+    by_key |= {commit_key(prefix): commit for prefix, commit in conversions if commit}
     for run in runs:
-        models = {
-            role: store.read_record(CheckpointRef, RunKeys(run).origin_key(role))
-            for role in origin_roles(store, RunKeys(run))
-        }
-        graph.models[run] = {role: model.key for role, model in models.items() if model}
-        graph.originals |= find_originals(store, RunKeys(run), by_key)
+        keys = RunKeys(run)
+        origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in origin_roles(store, keys)}
+        graph.models[run] = {role: model.key for role, model in origins.items() if model}
+        graph.originals |= find_originals(store, keys, by_key)
     own = {key: commit for key, commit in by_key.items() if key not in graph.originals}
     graph.nodes = {key: Node(key, commit) for key, commit in own.items()}
     attempts = {commit.attempt: key for key, commit in own.items() if commit.attempt}
@@ -127,16 +123,6 @@ def read_lineage(store: Store) -> LineageGraph:
             graph.nodes.setdefault(source, Node(source))
             graph.users[source].append(key)
     return graph
-
-
-def add_image(graph: LineageGraph, digest: str) -> None:
-    """Add a blob to the graph, as an input of the commits that list it; do nothing if there are none."""
-    id, users = blob_key(digest), [node for node in graph.nodes.values() if node.commit and digest in node.commit.blobs]
-    if users:
-        graph.nodes[id] = Node(id)
-    for node in users:
-        graph.nodes[node.id] = replace(node, inputs=(*node.inputs, ("image", id)))
-        graph.users[id].append(node.id)
 
 
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
@@ -183,7 +169,12 @@ REFERENCES = (
 def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
     """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout."""
     if reference.startswith(f"{DIRECTORY}/"):
-        add_image(graph, reference.removeprefix(f"{DIRECTORY}/"))
+        digest = reference.removeprefix(f"{DIRECTORY}/")
+        users = [node for node in graph.nodes.values() if node.commit and digest in node.commit.blobs]
+        graph.nodes |= {reference: Node(reference)} if users else {}
+        for node in users:
+            graph.nodes[node.id] = replace(node, inputs=(*node.inputs, ("image", reference)))
+            graph.users[reference].append(node.id)
     for id in (reference, commit_key(reference), str(Path(reference).absolute())):
         if id in graph.nodes:
             return graph.nodes[id]

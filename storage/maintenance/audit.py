@@ -7,11 +7,13 @@ checks the samples, deletion.py finds unused files.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from penstock.storage.blobs import blob_key, read_blob
+from penstock.storage.blobs import DIRECTORY, blob_key, read_blob
 from penstock.storage.commit import (
     CheckpointRef,
     Commit,
@@ -23,7 +25,6 @@ from penstock.storage.commit import (
 )
 from penstock.storage.disk import map_in_threads, size_mismatch_error
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
 from penstock.storage.maintenance.deletion import expired_versions, find_orphans, read_tombstone, tombstone_key
 from penstock.storage.maintenance.prompt_audit import (
@@ -63,8 +64,7 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
     check = _RunAudit(store, keys, Audit(keys.run))
     record = check.read_records()
     commits = check.read_commits()
-    check.check_file_sizes_or_hashes(commits, verify_hashes)
-    check.check_blobs(commits, verify_hashes)
+    check.check_files(commits, verify_hashes)
     check.check_inputs_exist(commits)
     check.check_commits_match_keys(commits)
     check.check_rounds_are_consecutive(commits)
@@ -127,7 +127,7 @@ class _RunAudit:
             except StoreError as error:
                 self.add_problem(error)
         prefixes += sorted(key.removesuffix(commit_key("")) for key in model_keys)
-        records = map_in_threads(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_REQUESTS)
+        records = store.map_requests(lambda prefix: store.read(commit_key(prefix)), prefixes)
         commits: dict[str, Commit] = {}
         for prefix, data in zip(prefixes, records, strict=True):
             key = commit_key(prefix)
@@ -148,58 +148,43 @@ class _RunAudit:
         self.result.num_commits.update(commit.kind for commit in commits.values())
         return commits
 
-    def check_file_sizes_or_hashes(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
-        """Check size and, with `verify_hashes`, hash of every committed file except sample shards, which
+    def check_files(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
+        """Check size and, with `verify_hashes`, content of every committed file and blob, except sample shards, which
         `check_sample_ids_and_prompts` checks."""
-        store = self.store
-        self.result.num_files = sum(len(commit.files) for commit in commits.values())
-        self.result.num_bytes = sum(record.bytes for commit in commits.values() for record in commit.files)
-
-        def describe_damage(job: tuple[str, Commit, FileRecord]) -> str | None:
-            prefix, commit, record = job
-            problem = None
-            if not verify_hashes:
-                size = store.size(record.path)
-                if size != record.bytes:
-                    problem = str(size_mismatch_error(record.path, record.bytes, size))
-            else:
-                try:  # one file at a time: a whole checkpoint may not fit on the disk for temporary files
-                    with store.reading(commit.model_copy(update={"files": [record]})):
-                        pass
-                except StoreError as error:
-                    problem = str(error)
-            if problem and store.read(commit_key(prefix)) is None:  # the checkpoint expired during the audit
-                return None
-            return problem
-
-        jobs = [
-            (prefix, commit, record)
-            for prefix, commit in commits.items()
+        store, blobs = self.store, {d: prefix for prefix, commit in commits.items() for d in commit.blobs}
+        files = [(prefix, commit, record) for prefix, commit in commits.items() for record in commit.files]
+        jobs = [  # prefix of the stage, key of the file, its size, and a function that verifies the hash
+            (prefix, record.path, record.bytes, partial(self._verify_hash, commit, record))
+            for prefix, commit, record in files
             if commit.kind not in ("rollout", "eval")
-            for record in commit.files
         ]
-        self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
+        jobs += [
+            (prefix, blob_key(digest), commits[prefix].blobs[digest], partial(read_blob, store, digest))
+            for digest, prefix in blobs.items()
+        ]
+        self.result.num_files = len(files) + len(blobs)
+        self.result.num_bytes = sum(record.bytes for _, _, record in files)
+        self.result.num_bytes += sum(commits[prefix].blobs[digest] for digest, prefix in blobs.items())
 
-    def check_blobs(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
-        """Check size and, with `verify_hashes`, content of every blob that a commit lists."""
-        listed = {digest: (size, prefix) for prefix, commit in commits.items() for digest, size in commit.blobs.items()}
-        self.result.num_files += len(listed)
-        self.result.num_bytes += sum(size for size, _ in listed.values())
-
-        def describe_damage(digest: str) -> str | None:
-            key, (needed, prefix) = blob_key(digest), listed[digest]
-            size = self.store.size(key)
-            if size != needed:
-                return f"{size_mismatch_error(key, needed, size)} (an image of {prefix})"
+        def describe_damage(job: tuple[str, str, int, Callable[[], object]]) -> str | None:
+            prefix, key, num_bytes, verify_hash = job
             try:
+                if (size := store.size(key)) != num_bytes:
+                    raise size_mismatch_error(key, num_bytes, size)
                 if verify_hashes:
-                    read_blob(self.store, digest)
+                    verify_hash()
             except StoreError as error:
-                return f"{error} (an image of {prefix})"
+                if store.read(commit_key(prefix)) is None:  # the checkpoint expired during the audit
+                    return None
+                return f"{error} (an image of {prefix})" if key.startswith(f"{DIRECTORY}/") else str(error)
             return None
 
-        found = map_in_threads(describe_damage, list(listed), NUM_FILES)
-        self.result.problems += [problem for problem in found if problem]
+        self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
+
+    def _verify_hash(self, commit: Commit, record: FileRecord) -> None:
+        # One file at a time: a whole checkpoint may not fit on the disk for temporary files.
+        with self.store.reading(commit.model_copy(update={"files": [record]})):
+            pass
 
     def check_inputs_exist(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an

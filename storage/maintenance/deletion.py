@@ -36,10 +36,9 @@ from pydantic import model_validator
 
 from penstock.storage.blobs import COLLECTION_LEASE, DIRECTORY, blob_key
 from penstock.storage.commit import JOURNAL, Commit, Frozen, Record, RunKeys, commit_key, split_stage_key
-from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.file_store import NUM_REQUESTS, StoredFile
+from penstock.storage.file_store import StoredFile
 from penstock.storage.history.run_record import ForkRecord, read_run_record
 from penstock.storage.leases import (
     TTL,
@@ -165,15 +164,10 @@ def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) 
     for run in store.list("runs"):
         other = RunKeys(run)
         with suppress(StoreError):  # a damaged record: `is_checkpoint_used` keeps the files that the fork lists
-            record = read_run_record(store, other) or store.read_record(ForkRecord, unfinished_fork_key(other))
+            record = read_run_record(store, other) or store.read_record(ForkRecord, other.fork)
             if record and record.parent and keys.run in (record.parent.run, run):
                 points.append(record.parent.at)
     return {max(below) for point in points if (below := [version for version in versions if version <= point])}
-
-
-def unfinished_fork_key(keys: RunKeys) -> str:
-    """Return the key of the record of an unfinished fork. A finished fork has `run.json` instead."""
-    return f"{keys.prefix}/fork.json"
 
 
 def is_checkpoint_used(store: Store, keys: RunKeys, version: int, attempt: str | None) -> bool:
@@ -217,14 +211,9 @@ def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombst
 # ---- removal of a run ------------------------------------------------------------------------------------------------
 
 
-def removal_marker_key(keys: RunKeys) -> str:
-    """Return the key of the file whose existence marks a run as removed."""
-    return f"{keys.prefix}/removed.json"
-
-
 def is_removed(store: Store, keys: RunKeys) -> bool:
     """Return whether a run was removed. Some of its files may remain."""
-    return store.exists(removal_marker_key(keys))
+    return store.exists(keys.removed)
 
 
 def describe_removing_process(store: Store, keys: RunKeys) -> str | None:
@@ -256,12 +245,12 @@ def remove_run(
             # Checked after the drivers, since a driver that has just ended may have created the record.
             if only_remains and store.exists(keys.record):
                 raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
-            store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
-        kept = {removal_marker_key(keys), lease.key, own_lease}
+            store.create(keys.removed, b"")  # empty, so that it can be created on a full disk
+        kept = {keys.removed, lease.key, own_lease}
         files = [file for file in store.walk(keys.prefix) if file.key not in kept]
         store.delete([file.key for file in files])
         store.remove_empty_directories(keys.prefix)
-        store.delete([removal_marker_key(keys)])
+        store.delete([keys.removed])
     finally:
         lease.release()
     return files
@@ -282,7 +271,7 @@ def translate_write_errors(store: Store) -> Iterator[None]:
 def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
     """Return whether a run, or an unfinished fork, lists files of the run `owner` in its commits."""
     try:
-        fork = store.read_record(ForkRecord, unfinished_fork_key(user))
+        fork = store.read_record(ForkRecord, user.fork)
         if fork and fork.parent.run == owner.run:
             return True
         record = read_run_record(store, user)
@@ -376,7 +365,7 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
     # The commit of a model's attempt (`models/attempt-...`) cannot be found by its prefix, which contains a fingerprint
     # that is only known after the conversion: all converted models are searched.
     prefixes = [f"models/{name}" for name in store.committed_names("models")] if prefix == "models" else [prefix]
-    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
+    commits = store.map_requests(store.committed, prefixes)
     committed = {record.path for commit in commits if commit is not None for record in commit.files}
     if not committed.isdisjoint(orphan.files):
         withdraw_deletion_claim(store, orphan.key)  # the writer committed the attempt before the claim
@@ -413,7 +402,7 @@ class _Contents:
         self.expired = {tombstone.commit.attempt for tombstone in tombstones.values()}  # keys of attempts
         runs = {key.split("/")[1] for key in files if key.startswith("runs/")}
         self.half_made = {  # runs: forks whose creation was not finished
-            run for run in runs if unfinished_fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
+            run for run in runs if RunKeys(run).fork in files and RunKeys(run).record not in files
         }
         commits = [  # all but those of checkpoints that have expired in the same run
             commit
@@ -435,7 +424,7 @@ class _Contents:
     def orphan_kind_and_key(self, key: str) -> tuple[str, str] | None:
         """Return kind and key of the orphan to which an uncommitted file belongs, or None if it is not an orphan."""
         match key.split("/"):
-            case ["runs", run, _, *_] if removal_marker_key(RunKeys(run)) in self.files:
+            case ["runs", run, _, *_] if RunKeys(run).removed in self.files:
                 return "removed run", RunKeys(run).prefix
             case ["runs", run, _, *_] if run in self.half_made:
                 return "half-made fork", RunKeys(run).prefix
@@ -487,5 +476,5 @@ def _read_records(store: Store, keys: list[str], model: type[Record]) -> dict[st
                 "(details: `penstock verify`)"
             ) from error
 
-    records = map_in_threads(read, keys, NUM_REQUESTS)
+    records = store.map_requests(read, keys)
     return {key: record for key, record in zip(keys, records, strict=True) if record is not None}

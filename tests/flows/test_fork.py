@@ -25,7 +25,7 @@ from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.leases import store_time
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.deletion import expire_checkpoints, find_orphans, remove_orphan, unfinished_fork_key
+from penstock.storage.maintenance.deletion import expire_checkpoints, find_orphans, remove_orphan
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store
@@ -86,7 +86,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
         **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}
     }
     assert "store_options" not in record.parent.config["run"], "credentials are not written down"
-    assert not store.exists(unfinished_fork_key(keys))
+    assert not store.exists(keys.fork)
     go_on(store, "f", ROUNDS + 2)
     assert audit_run(store, keys).problems == audit_run(store, old).problems == []
     flow, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
@@ -238,7 +238,7 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
         command(store, "r", "--at", "3", "--name", "f")
     record = read_run_record(store, RunKeys("f"))
     unfinished = ForkRecord(**record.model_dump(include=ForkRecord.model_fields.keys()))
-    store.create(unfinished_fork_key(RunKeys("f")), unfinished.model_dump_json().encode())
+    store.create(RunKeys("f").fork, unfinished.model_dump_json().encode())
     store.delete([RunKeys("f").record])
     with pytest.raises(ValueError, match="run 'f' is an unfinished fork with another origin"):
         command(store, "r", "--at", "3", "--name", "f")

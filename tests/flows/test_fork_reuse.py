@@ -26,7 +26,7 @@ from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.leases import store_time
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.deletion import find_orphans, remove_run, unfinished_fork_key
+from penstock.storage.maintenance.deletion import find_orphans, remove_run
 from penstock.storage.store import Store
 from penstock.storage.tracking.tracker import RunCommits
 
@@ -168,7 +168,7 @@ def test_killed_fork_is_finished_by_the_same_command_although_the_parent_has_gon
     keys = reuse(store, "f")
     record = read_run_record(store, keys)
     unfinished = {"flow": record.flow, "config": record.config, "parent": record.parent}
-    store.create(unfinished_fork_key(keys), fork.ForkRecord(**unfinished).model_dump_json().encode())
+    store.create(keys.fork, fork.ForkRecord(**unfinished).model_dump_json().encode())
     store.delete([keys.record, commit_key(keys.rollout_prefix(4))])
     _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "r")
     make_run(store, config, ROUNDS)

@@ -27,7 +27,6 @@ from penstock.storage.maintenance.deletion import (
     read_tombstone,
     remove_orphan,
     tombstone_key,
-    unfinished_fork_key,
 )
 from penstock.storage.store import Store
 
@@ -240,10 +239,10 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
         (found,) = find_orphans(store, older_than=0, now=time.time() + 1)
         store.commit(prefix, Commit(kind="checkpoint", attempt=attempt, files=out.files, index=1, policy_version=1))
         assert not remove_orphan(store, found, store_time(store)) and store.exists(f"{attempt}/weights")
-    store.create(unfinished_fork_key(RunKeys("f")), b"{}")
+    store.create(RunKeys("f").fork, b"{}")
     half: Orphan = find_orphans(store, "f", older_than=0, now=time.time() + 1)[0]
     store.create(RunKeys("f").record, b"{}")
-    assert not remove_orphan(store, half, store_time(store)) and store.exists(unfinished_fork_key(RunKeys("f")))
+    assert not remove_orphan(store, half, store_time(store)) and store.exists(RunKeys("f").fork)
 
 
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:

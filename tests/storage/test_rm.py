@@ -22,10 +22,8 @@ from penstock.storage.maintenance.deletion import (
     describe_removing_process,
     find_orphans,
     is_removed,
-    removal_marker_key,
     remove_orphan,
     remove_run,
-    unfinished_fork_key,
 )
 from penstock.storage.store import Store
 
@@ -119,12 +117,12 @@ def test_a_run_needed_by_a_fork_is_not_removed(store: Store) -> None:
 
 def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) -> None:
     store.create(
-        unfinished_fork_key(RunKeys("f")),
+        RunKeys("f").fork,
         ForkRecord(flow="sft", config={}, parent=parent_record("r", 2)).model_dump_json().encode(),
     )
     with pytest.raises(RunError, match="its fork 'f'"):
         command(store, "r", "--yes", "r")
-    store.delete([unfinished_fork_key(RunKeys("f"))])
+    store.delete([RunKeys("f").fork])
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")
     with pytest.raises(RunError, match="is being removed"):
         fork.main(["r", "--at", "2", "--name", "f", "--store", store.root])
@@ -133,7 +131,7 @@ def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) ->
 
 
 def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
-    store.create(removal_marker_key(KEYS), b"")
+    store.create(KEYS.removed, b"")
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")
     before = files(store, KEYS.prefix)
     assert gc_main(["r", "--delete", "--older-than", "0", "--store", store.root]) == 0
@@ -144,7 +142,7 @@ def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
 
 
 def test_gc_keeps_a_run_started_again_after_its_listing(store: Store, tmp_path: Path) -> None:
-    store.create(removal_marker_key(KEYS), b"")
+    store.create(KEYS.removed, b"")
     found = find_orphans(store, "r", older_than=86400)
     assert [(orphan.kind, orphan.key) for orphan in found] == [("removed run", KEYS.prefix)]
     make_run(store, config_of(store, tmp_path / "data.jsonl"), 3, save=(2,))
