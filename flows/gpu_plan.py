@@ -98,61 +98,58 @@ def microbatch_tokens(config: PostTrainConfig) -> int:
     return -(-(train.micro_batch_size or 1) * longest // train.context_parallel_size)
 
 
-def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that --rollout-num-gpus-per-engine divides the GPUs of the engines, the GPUs of a node and the attention
-    heads of the model. Raises LayoutError."""
-    size, ranks, heads = config.rollout.rollout_num_gpus_per_engine, config.train.num_ranks, shape.num_attention_heads
-    if config.rollout.rollout_external_engine_addrs:
-        return
-    shared = config.run.colocate or config.rollout.rollout_num_gpus is None
-    or_own = ", or give the engines their own GPUs with --rollout-num-gpus" if shared else ""
-    gpus = gpus_per_node(config) or (config.train.actor_num_gpus_per_node if shared else size)
-    for wrong, message in (
-        (
-            shared and size > ranks,
-            f"exceeds the trainer's {ranks} GPUs (--actor-num-nodes x --actor-num-gpus-per-node), which the engines "
-            f"share: use at most {ranks}{or_own}",
-        ),
-        (
-            shared and ranks % size,
-            f"does not divide the trainer's {ranks} GPUs, which the engines share: use a divisor of {ranks}{or_own}",
-        ),
-        (
-            size % gpus and gpus % size,
-            f"is neither a divisor nor a multiple of the {gpus} GPUs of a node (--num-gpus-per-node), and an engine "
-            f"that spans nodes uses all GPUs of each: use a divisor or a multiple of {gpus}{or_own}",
-        ),
-        (
-            heads % size and not config.engine_facts.replicates_attention,
-            f"does not divide the model's {heads} attention heads: use a divisor of {heads}",
-        ),
-    ):
-        if wrong:
-            raise LayoutError(f"--rollout-num-gpus-per-engine {size} {message}")
-
-
-def check_nodes(config: PostTrainConfig) -> None:
-    """Check that --network-interface is used with a Ray cluster, that the trainer's ranks of a node fit its GPUs, and
-    that no tensor-parallel group spans two nodes although one node would be enough. Raises InputError."""
-    run, train = config.run, config.train
+def check_gpu_sizes(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check that --network-interface is used with a Ray cluster, that the trainer's ranks and tensor-parallel groups
+    fit the GPUs of a node, and that --rollout-num-gpus-per-engine divides the GPUs of the engines, the GPUs of a node
+    and the attention heads of the model. Raises InputError."""
+    run, train, rollout = config.run, config.train, config.rollout
     if run.network_interface is not None and run.ray_address is None:
         raise OptionError(
             "--network-interface has no effect without --ray-address, because all processes are on this machine: "
             "omit it, or join a Ray cluster of several nodes"
         )
-    gpus, size = gpus_per_node(config), train.tensor_model_parallel_size
-    if gpus is None:
-        return
-    if train.actor_num_gpus_per_node > gpus:
-        raise LayoutError(
-            f"--actor-num-gpus-per-node {train.actor_num_gpus_per_node} exceeds --num-gpus-per-node {gpus}: use fewer "
-            "ranks per node and more nodes (--actor-num-nodes), or raise --num-gpus-per-node"
-        )
-    if train.num_ranks > gpus > size and gpus % size:
-        raise LayoutError(
-            f"--tensor-model-parallel-size {size} does not divide the {gpus} GPUs of a node, so that a tensor-parallel "
-            f"group would span two nodes: use a divisor of {gpus}"
-        )
+    of_node, tensor = gpus_per_node(config), train.tensor_model_parallel_size
+    rows: list[tuple[object, str]] = [  # (wrong, message)
+        (
+            of_node and train.actor_num_gpus_per_node > of_node,
+            f"--actor-num-gpus-per-node {train.actor_num_gpus_per_node} exceeds --num-gpus-per-node {of_node}: use "
+            "fewer ranks per node and more nodes (--actor-num-nodes), or raise --num-gpus-per-node",
+        ),
+        (
+            of_node and train.num_ranks > of_node > tensor and of_node % tensor,
+            f"--tensor-model-parallel-size {tensor} does not divide the {of_node} GPUs of a node, so that a "
+            f"tensor-parallel group would span two nodes: use a divisor of {of_node}",
+        ),
+    ]
+    if flow.generates and not rollout.rollout_external_engine_addrs:
+        size, ranks, heads = rollout.rollout_num_gpus_per_engine, train.num_ranks, shape.num_attention_heads
+        shared = run.colocate or rollout.rollout_num_gpus is None
+        or_own = ", or give the engines their own GPUs with --rollout-num-gpus" if shared else ""
+        gpus = of_node or (train.actor_num_gpus_per_node if shared else size)
+        flag = f"--rollout-num-gpus-per-engine {size}"
+        rows += [
+            (
+                shared and size > ranks,
+                f"{flag} exceeds the trainer's {ranks} GPUs (--actor-num-nodes x --actor-num-gpus-per-node), which the "
+                f"engines share: use at most {ranks}{or_own}",
+            ),
+            (
+                shared and ranks % size,
+                f"{flag} does not divide the trainer's {ranks} GPUs, which the engines share: use a divisor of "
+                f"{ranks}{or_own}",
+            ),
+            (
+                size % gpus and gpus % size,
+                f"{flag} is neither a divisor nor a multiple of the {gpus} GPUs of a node (--num-gpus-per-node), and "
+                f"an engine that spans nodes uses all GPUs of each: use a divisor or a multiple of {gpus}{or_own}",
+            ),
+            (
+                heads % size and not config.engine_facts.replicates_attention,
+                f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}",
+            ),
+        ]
+    if problem := next((message for wrong, message in rows if wrong), None):
+        raise LayoutError(problem)
 
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:

@@ -31,7 +31,7 @@ from penstock.flows.config import (
     list_options,
     option_value,
 )
-from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
+from penstock.flows.gpu_plan import check_gpu_sizes, check_layout, plan_gpu_memory
 from penstock.flows.inspect.plan import print_plan
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.argv import flag_of_field, format_bytes, short_repr
@@ -180,9 +180,8 @@ def check_model(flow: Flow, config: Plan) -> ModelShape:
     """Return the shape of the model, after checking that it fits the parallel sizes. Raises InputError."""
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
-    check_nodes(config)
+    check_gpu_sizes(flow, config, shape)
     if flow.generates:
-        check_engine_gpus(config, shape)
         options = engine_options(config)
         engine_backend(options.engine).check_sharding(options, shape)
         draft = config.engine_facts.draft_model

@@ -232,33 +232,30 @@ def to_json(graph: LineageGraph, node: Node) -> dict[str, Any]:
     """Return the graph around `node`: its ancestors, its descendants, and the edges between all of them."""
     ancestors, descendants = graph.ancestors(node.id), graph.descendants(node.id)
     nodes = {each.id: each for each in (node, *ancestors, *descendants)}
+    described: list[dict[str, Any]] = []
+    for each in nodes.values():
+        described.append({"id": each.id, "name": each.name, "title": title(each), "kind": each.kind})
+        if (commit := each.commit) is not None:
+            described[-1] |= {
+                "run": each.run or None,
+                "index": commit.index,
+                "policy_version": commit.policy_version,
+                "created_at": commit.created_at,
+                "bytes": sum(file.bytes for file in commit.files),
+                "samples": commit.num_samples(),
+                "digest": commit.digest,
+            }
     return {
         "artifact": node.id,
         "ancestors": [other.id for other in ancestors],
         "descendants": [other.id for other in descendants],
-        "nodes": [node_to_json(each) for each in nodes.values()],
+        "nodes": described,
         "edges": [
             {"from": source, "to": each.id, "role": role}
             for each in nodes.values()
             for role, source in each.inputs
             if source in nodes
         ],
-    }
-
-
-def node_to_json(node: Node) -> dict[str, Any]:
-    commit = node.commit
-    values = {"id": node.id, "name": node.name, "title": title(node), "kind": node.kind}
-    if commit is None:
-        return values
-    return values | {
-        "run": node.run or None,
-        "index": commit.index,
-        "policy_version": commit.policy_version,
-        "created_at": commit.created_at,
-        "bytes": sum(file.bytes for file in commit.files),
-        "samples": commit.num_samples(),
-        "digest": commit.digest,
     }
 
 

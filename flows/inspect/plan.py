@@ -14,9 +14,8 @@ from penstock.engines.training import GIB
 from penstock.flows.config import Flow, PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import (
     GpuPlan,
-    check_engine_gpus,
+    check_gpu_sizes,
     check_layout,
-    check_nodes,
     format_gib,
     microbatch_tokens,
     plan_gpu_memory,
@@ -55,9 +54,7 @@ def main(argv: list[str]) -> int:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
-    check_nodes(config)
-    if flow.generates:
-        check_engine_gpus(config, shape)
+    check_gpu_sizes(flow, config, shape)
     gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
     if "--gpu-memory-gib" in own:
         gpu_bytes = round(parse_number("--gpu-memory-gib", own["--gpu-memory-gib"]) * GIB)
@@ -74,11 +71,11 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
     """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus and the teacher's engine
     do not use. `values` (section -> option -> value) are updated in place."""
     if "--num-gpus-per-node" in flag_values:
-        per_node = _parse_positive_integer("--num-gpus-per-node", flag_values["--num-gpus-per-node"])
+        per_node = parse_integer("--num-gpus-per-node", flag_values["--num-gpus-per-node"], minimum=1)
         values.setdefault("run", {})["num_gpus_per_node"] = per_node
     if "--num-gpus" not in flag_values:
         return
-    total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
+    total = parse_integer("--num-gpus", flag_values["--num-gpus"], minimum=1)
     engines = values.get("rollout", {}).get("rollout_num_gpus")
     opd, teacher = entries_of(values, "train.opd"), 0
     if opd.get("opd_type") == "engine" and opd.get("opd_teacher_load"):
@@ -88,7 +85,7 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
         raise OptionError(f"--num-gpus {total} leaves no GPU for the trainer besides {beside}: raise --num-gpus")
     own_per_node = flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
-    per_node = _parse_positive_integer("--num-gpus-per-node", own_per_node)
+    per_node = parse_integer("--num-gpus-per-node", own_per_node, minimum=1)
     if trainer % per_node:
         raise OptionError(
             f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: give a divisor of "
@@ -192,10 +189,3 @@ def vision_row(shape: ModelShape, vision: Vision, train: TrainConfig) -> Row:
         f"its weights, on the first pipeline stage; {'trained' if trained else 'frozen'}; "
         f"{share:.0%} of the {flops / 1e12:.1f} TFLOP of a {IMAGE_SIDE} x {IMAGE_SIDE} image ({tokens} tokens)",
     )
-
-
-def _parse_positive_integer(name: str, text: str) -> int:
-    number = parse_integer(name, text)
-    if not number:
-        raise OptionError(f"{name} 0 is not a number of GPUs: give a positive number")
-    return number

@@ -92,10 +92,10 @@ def parse_number(name: str, text: str) -> float:
     return value
 
 
-def parse_integer(name: str, text: str) -> int:
-    """Parse the value of the flag `name` as a non-negative integer."""
-    if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise OptionError(f"{name} takes an integer >= 0; found {short_repr(text)}")
+def parse_integer(name: str, text: str, *, minimum: int = 0) -> int:
+    """Parse the value of the flag `name` as an integer of at least `minimum`, which is not negative."""
+    if not re.fullmatch(r"[0-9]{1,15}", text) or int(text) < minimum:
+        raise OptionError(f"{name} takes an integer >= {minimum}; found {short_repr(text)}")
     return int(text)
 
 

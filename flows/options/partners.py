@@ -133,28 +133,33 @@ def check_rewards_of_estimator(config: PostTrainConfig, outcomes: Sequence[Outco
     lowest = min((outcome.reward or 0.0 for outcome in graded), default=0.0)
     lowest -= rollout.overlong.overlong_penalty_factor if rollout.overlong else 0.0
     is_maxrl = train.advantage_estimator == "maxrl" and not (of_user or train.disable_rewards_normalization)
-    if is_maxrl and lowest < 0:
-        raise OptionError(
-            f"a reward may be {lowest:g}, but --advantage-estimator maxrl divides by the mean reward of a prompt's "
-            "samples: use rewards of 0 or more without --overlong-buffer-len, or another estimator"
-        )
     names = set(train.gdpo_reward_weights)
-    if names and rollout.sets_train_rewards:
-        raise OptionError(
-            "--advantage-estimator gdpo compares reward components, but a user-defined function sets one reward for "
-            "training: omit --custom-reward-post-process-path and --custom-convert-samples-to-train-data-path, or use "
-            "another estimator"
-        )
-    if names and rollout.overlong and OVERLONG_PENALTY not in names:
-        raise OptionError(
-            "--overlong-buffer-len has no effect with --advantage-estimator gdpo unless --gdpo-reward-weights names "
-            f"the penalty: add {OVERLONG_PENALTY}=1 to the weights, or omit --overlong-buffer-len"
-        )
     given = set.intersection(*(set(outcome.rewards) for outcome in graded)) if graded else names - {OVERLONG_PENALTY}
     given |= {OVERLONG_PENALTY} if rollout.overlong else set()
-    if missing := sorted(names - given):
-        raise OptionError(
-            f"--gdpo-reward-weights names {missing[0]!r}, but the components of the rewards are "
+    missing = min(names - given, default="")
+    for wrong, message in (
+        (
+            is_maxrl and lowest < 0,
+            f"a reward may be {lowest:g}, but --advantage-estimator maxrl divides by the mean reward of a prompt's "
+            "samples: use rewards of 0 or more without --overlong-buffer-len, or another estimator",
+        ),
+        (
+            names and rollout.sets_train_rewards,
+            "--advantage-estimator gdpo compares reward components, but a user-defined function sets one reward for "
+            "training: omit --custom-reward-post-process-path and --custom-convert-samples-to-train-data-path, or use "
+            "another estimator",
+        ),
+        (
+            names and rollout.overlong and OVERLONG_PENALTY not in names,
+            "--overlong-buffer-len has no effect with --advantage-estimator gdpo unless --gdpo-reward-weights names "
+            f"the penalty: add {OVERLONG_PENALTY}=1 to the weights, or omit --overlong-buffer-len",
+        ),
+        (
+            missing,
+            f"--gdpo-reward-weights names {missing!r}, but the components of the rewards are "
             f"{', '.join(sorted(given)) or 'not given'}: name only keys of the dictionary that the reward function "
-            "returns"
-        )
+            "returns",
+        ),
+    ):
+        if wrong:
+            raise OptionError(message)

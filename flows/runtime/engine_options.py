@@ -22,6 +22,9 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
     trainer_gpus = train.num_ranks
     if run.debug_rollout_only:  # without a trainer, the engines use the first GPUs
         num_gpus, trainer_gpus = None, num_gpus or trainer_gpus
+    vision: Literal["frozen", "trained"] | None = None  # None: a model of text only
+    if (file := Path(config.convert.hf_checkpoint) / "config.json").is_file() and "vision_config" in read_config(file):
+        vision = "frozen" if train.freeze_vision else "trained"
     return EngineOptions(
         spec=ServerSpec(
             model_path=os.path.realpath(config.convert.hf_checkpoint),
@@ -58,16 +61,8 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         scores=train.reads_teacher_logprobs,
         compares=run.check_weight_update_equal,
         return_experts=train.use_rollout_routing_replay,
-        vision=vision_training(config),
+        vision=vision,
     )
-
-
-def vision_training(config: PostTrainConfig) -> Literal["frozen", "trained"] | None:
-    """Return whether a run trains the vision tower of its model, or None for a model of text only."""
-    file = Path(config.convert.hf_checkpoint) / "config.json"
-    if not file.is_file() or "vision_config" not in read_config(file):
-        return None
-    return "frozen" if config.train.freeze_vision else "trained"
 
 
 def teacher_options(config: PostTrainConfig) -> EngineOptions | None:

@@ -27,11 +27,10 @@ from penstock.engines.weights.hf_headers import block_size, check_first_values, 
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_rules, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, debug_rules, gpu_flow
 from penstock.flows.gpu_plan import (
-    check_engine_gpus,
     check_gpu_count,
+    check_gpu_sizes,
     check_layout,
     check_memory,
-    check_nodes,
     memory_warnings,
     plan_gpu_memory,
     speed_warnings,
@@ -320,9 +319,8 @@ def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
 
     The GPUs of other machines of a Ray cluster are assumed to be like those of this machine.
     """
-    check_nodes(config)
+    check_gpu_sizes(flow, config, shape)
     if flow.generates:
-        check_engine_gpus(config, shape)
         engine_backend(config.rollout.engine).check_sharding(engine_options(config), shape)
     gpus = visible_gpu_bytes()
     if not gpus:

@@ -44,8 +44,7 @@ def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
 
 def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: Flow = Flow.TRAIN) -> plans.GpuPlan:
     plans.check_layout(shape, config.train)
-    if flow.generates:
-        plans.check_engine_gpus(config, shape)
+    plans.check_gpu_sizes(flow, config, shape)
     plan = plans.plan_gpu_memory(flow, config, shape, 80 * GIB)
     plans.check_memory(plan)
     return plan
