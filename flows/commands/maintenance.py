@@ -220,14 +220,13 @@ def find_files_of_dead_processes(
         ray: where Ray creates its session folders.
         shm: where shared memory is mounted.
     """
-    paths = [
-        ("temporary directory", path)
-        for path in scratch.abandoned_temp_directories(base or scratch.temp_base_directory())
-    ]
-    paths += [("Ray session", path) for path in _dead_ray_sessions(ray)]
-    paths += [("shared memory", path) for path in _unmapped_engine_files(shm)]
+    by_kind = {
+        "temporary directory": scratch.abandoned_temp_directories(base or scratch.temp_base_directory()),
+        "Ray session": _dead_ray_sessions(ray),
+        "shared memory": _unmapped_engine_files(shm),
+    }
     found = []
-    for kind, path in paths:
+    for kind, path in ((kind, path) for kind, paths in by_kind.items() for path in paths):
         files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file() and not f.is_symlink()]
         found.append(Residue(kind, path, sum(file.stat().st_size for file in files), path.stat().st_mtime))
     return sorted(found, key=lambda residue: residue.modified)
@@ -237,15 +236,14 @@ def remove_residue(residue: Residue) -> bool:
     """Remove a leftover file or directory unless a process uses it again. Return whether it was removed."""
     if residue.kind == "temporary directory":
         return scratch.remove_if_abandoned(residue.path)
-    if residue.kind == "Ray session":
-        if residue.path not in _dead_ray_sessions(residue.path.parent):
-            return False
-        shutil.rmtree(residue.path, ignore_errors=True)
-        return not residue.path.exists()
-    if residue.path not in _unmapped_engine_files(residue.path.parent):
+    find = _dead_ray_sessions if residue.kind == "Ray session" else _unmapped_engine_files
+    if residue.path not in find(residue.path.parent):
         return False
-    residue.path.unlink(missing_ok=True)
-    return True
+    if residue.path.is_dir():
+        shutil.rmtree(residue.path, ignore_errors=True)
+    else:
+        residue.path.unlink(missing_ok=True)
+    return not residue.path.exists()
 
 
 def _dead_ray_sessions(directory: Path) -> list[Path]:

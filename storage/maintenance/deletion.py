@@ -55,6 +55,7 @@ from penstock.storage.store import Store, committed_prefixes
 
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
 _REMOVAL_LEASE = "removing.lease"
+_RUN_LEASE = re.compile(rf"runs/[^/]+/({re.escape(_REMOVAL_LEASE)}|drivers/[^/]+\.lease)")
 _COMMIT = commit_key("")
 _BLOB = re.compile(rf"{DIRECTORY}/[0-9a-f]{{64}}")
 _UNUSED_BLOBS = "unused images"
@@ -428,13 +429,11 @@ class _Contents:
                 return "removed run", RunKeys(run).prefix
             case ["runs", run, _, *_] if run in self.half_made:
                 return "half-made fork", RunKeys(run).prefix
-            case ["runs", _, "fork.json"]:
+            case ["runs", run, _] if key == RunKeys(run).fork:
                 return "temporary file", key
-            case ["runs", run, "status.json"] if RunKeys(run).record not in self.files:
+            case ["runs", run, _] if key == RunKeys(run).status and RunKeys(run).record not in self.files:
                 return "temporary file", key  # a driver wrote it after its run was removed
-            case ["runs", _, name] if name == _REMOVAL_LEASE:
-                return "old lease", key
-            case ["runs", _, "drivers", name] if name.endswith(".lease"):
+            case _ if key == COLLECTION_LEASE or _RUN_LEASE.fullmatch(key):
                 return "old lease", key
             case ["runs", run, "published", weights, _, *_]:  # weights that engines load from disk
                 return "published weights", f"{RunKeys(run).prefix}/published/{weights}"
@@ -442,8 +441,6 @@ class _Contents:
                 return "probe file", key
             case [_, _] if _BLOB.fullmatch(key):
                 return _UNUSED_BLOBS, DIRECTORY
-            case [_, _] if key == COLLECTION_LEASE:
-                return "old lease", key
         return self._orphan_of_stage(key)
 
     def _orphan_of_stage(self, key: str) -> tuple[str, str] | None:
