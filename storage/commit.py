@@ -30,20 +30,17 @@ def describe_key_problem(key: str) -> str | None:
     if not key:
         return None
     parts = key.split("/")
-    if "\0" in key:
-        return "has a NUL character"
-    if key.startswith("/"):
-        return "is absolute"
-    if "" in parts:
-        return "has an empty part"
-    if "." in parts or ".." in parts:
-        return "has the part '.' or '..'"
     sizes = [len(part.encode(errors="surrogatepass")) for part in parts]
-    if max(sizes) > MAX_PART_BYTES:
-        return f"has a part of {max(sizes)} bytes; {MAX_PART_BYTES} are allowed"
-    if (size := sum(sizes) + len(parts) - 1) > MAX_KEY_BYTES:
-        return f"has {size} bytes; {MAX_KEY_BYTES} are allowed"
-    return None
+    longest, size = max(sizes), sum(sizes) + len(parts) - 1
+    problems = (
+        ("\0" in key, "has a NUL character"),
+        (key.startswith("/"), "is absolute"),
+        ("" in parts, "has an empty part"),
+        ("." in parts or ".." in parts, "has the part '.' or '..'"),
+        (longest > MAX_PART_BYTES, f"has a part of {longest} bytes; {MAX_PART_BYTES} are allowed"),
+        (size > MAX_KEY_BYTES, f"has {size} bytes; {MAX_KEY_BYTES} are allowed"),
+    )
+    return next((text for is_wrong, text in problems if is_wrong), None)
 
 
 def validate_key(key: str) -> str:

@@ -90,26 +90,15 @@ def rows_of_models() -> Iterator[Bad]:
         command = ("train", "convert", "eval")[number % 3]
         yield on(command, "--hf-checkpoint", f"{{root}}/models/{number}-{name}", culprit=culprit)
     for number, kind in enumerate(WEIGHTS):
-        yield on(
-            ("train", "convert")[number % 2],
-            "--hf-checkpoint",
-            f"{{root}}/weights/{kind}",
-            culprit=f"{{root}}/weights/{kind}",
-        )
+        path = f"{{root}}/weights/{kind}"
+        yield on(("train", "convert")[number % 2], "--hf-checkpoint", path, culprit=path)
     for name, _, culprit in TOKENIZERS:
         yield train("--hf-checkpoint", f"{{root}}/tokenizers/{name}", culprit=culprit)
     for path in ("{root}/gguf/model.Q4_1.gguf", "{root}/gguf", "{root}/gguf-weights"):
         for command in ("convert", "train", "eval"):
             yield on(command, "--hf-checkpoint", path, culprit="model.Q4_1.gguf is GGUF")
-    for path in (
-        "{root}/nowhere",
-        "{root}/file",
-        "{root}/directory",
-        "Qwen/Qwen3-0.6B",
-        "{root}/loop",
-        "x" * 300,
-        "{root}/" + "y/" * 3000,
-    ):
+    names = ("nowhere", "file", "directory", "loop", "y/" * 3000)
+    for path in (*(f"{{root}}/{name}" for name in names), "Qwen/Qwen3-0.6B", "x" * 300):
         for command in ("train", "convert"):
             yield on(command, "--hf-checkpoint", path, culprit=path[:60].removesuffix("/"))
 

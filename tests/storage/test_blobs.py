@@ -158,13 +158,8 @@ def test_gc_deletes_only_images_that_no_commit_lists(store: Store, capsys: pytes
 
 def test_gc_keeps_images_of_the_journal_of_an_unfinished_round(store: Store) -> None:
     prefix = f"{KEYS.rollout_prefix(ROUNDS)}.journal"
-    entry = commit_samples(
-        store,
-        f"{prefix}/000000",
-        [Sample("s", "g", "s", ROUNDS, images=NAMES[2:])],
-        kind="rollout",
-        blobs={NAMES[2]: 13},
-    )
+    samples = [Sample("s", "g", "s", ROUNDS, images=NAMES[2:])]
+    entry = commit_samples(store, f"{prefix}/000000", samples, kind="rollout", blobs={NAMES[2]: 13})
     gc(store, "--delete")
     assert blobs_in(store) == sorted(NAMES)
     store.create(commit_key(KEYS.rollout_prefix(ROUNDS)), store.read(commit_key(KEYS.rollout_prefix(2))))
