@@ -167,6 +167,7 @@ def check_run_record(config: Plan, own_lease: str | None) -> None:
             if rounds:  # the samples of the first file must be trainable
                 fraction = config.debug.load_debug_rollout_data_subsample
                 num_in_step = config.train.global_batch_size
+                assert num_in_step is not None, "`derive` has set it"
                 load_rollout_file(paths[rounds[0]], config.rollout, num_in_step=num_in_step, fraction=fraction)
     except OSError as error:
         raise StoreError(

@@ -153,7 +153,8 @@ class _RunAudit:
         `check_sample_ids_and_prompts` checks."""
         store, blobs = self.store, {d: prefix for prefix, commit in commits.items() for d in commit.blobs}
         files = [(prefix, commit, record) for prefix, commit in commits.items() for record in commit.files]
-        jobs = [  # prefix of the stage, key of the file, its size, and a function that verifies the hash
+        # Prefix of the stage, key of the file, its size, and a function that verifies the hash.
+        jobs: list[tuple[str, str, int, Callable[[], object]]] = [
             (prefix, record.path, record.bytes, partial(self._verify_hash, commit, record))
             for prefix, commit, record in files
             if commit.kind not in ("rollout", "eval")
