@@ -176,19 +176,8 @@ LONG = "x" * 300
 def rows_of_commands() -> Iterator[Bad]:
     """Words that are not a command, and commands' own words."""
     for word in (
-        "trian",
-        "Train",
-        "",
-        " ",
-        "-v",
-        "--trian",
-        "tr\u0430in",
-        "train\n",
-        LONG,
-        "--config",
-        "runs/x",
-        "train=1",
-    ):
+        "trian", "Train", "", " ", "-v", "--trian", "tr\u0430in", "train\n", LONG, "--config", "runs/x", "train=1",
+    ):  # fmt: skip
         yield Bad((word,), repr(word)[:30].strip("'").replace("\\\\", "\\") or "''")
     run = ("--store", "{root}/runs")
     for words, culprit in (
@@ -458,11 +447,8 @@ def rows_of_toml_shapes() -> Iterator[Bad]:
         (b"[train]\r\rlr = 1", "row.toml"), ("[ train ]\n[run]\nrun = 'a'\n[train]", "row.toml"),
         ("[train]\nlr = 0x1G", "row.toml"),
     ):  # fmt: skip
-        yield toml(
-            content,
-            culprit,
-            without="--run --num-rollout --hf-checkpoint" if "[run]" in str(content) or "hf_" in str(content) else "",
-        )
+        own = "[run]" in str(content) or "hf_" in str(content)
+        yield toml(content, culprit, without="--run --num-rollout --hf-checkpoint" if own else "")
     for name in ("nowhere.toml", "directory", "binary.toml", "huge.toml", "loop", "file", "file/x.toml", LONG):
         yield train("--config", f"{{root}}/{name}", culprit=name[-20:])
     yield train("--config", "/dev/zero", culprit="/dev/zero")
@@ -511,25 +497,9 @@ def rows_of_words() -> Iterator[Bad]:
     yield Bad(("train", "-lr", "1"), "'-lr'")
     yield Bad(("sft", ""), "''")
     for name in (
-        "a/b",
-        "../x",
-        ".hidden",
-        "-x",
-        "a b",
-        "a\tb",
-        "\u0430",
-        "caf\u00e9",
-        "a\\b",
-        "x" * 201,
-        LONG,
-        "~",
-        "*",
-        "a;b",
-        "\u202ea",
-        "CON/",
-        "/",
-        ".",
-    ):
+        "a/b", "../x", ".hidden", "-x", "a b", "a\tb", "\u0430", "caf\u00e9", "a\\b", "x" * 201, LONG, "~", "*",
+        "a;b", "\u202ea", "CON/", "/", ".",
+    ):  # fmt: skip
         yield train("--run", name, culprit="--run")
 
 
@@ -552,14 +522,8 @@ def rows_of_requests() -> Iterator[Bad]:
     yield on("convert", culprit="--hf-checkpoint", without="--hf-checkpoint")
     for estimator in ("grpo", "gspo", "cispo", "rloo"):
         yield train("--n-samples-per-prompt", "1", "--advantage-estimator", estimator, culprit=estimator)
-    yield train(
-        "--n-samples-per-prompt",
-        "1",
-        "--advantage-estimator",
-        "reinforce_plus_plus_baseline",
-        "--normalize-advantages",
-        culprit="--n-samples-per-prompt",
-    )
+    baseline = ("--advantage-estimator", "reinforce_plus_plus_baseline", "--normalize-advantages")
+    yield train("--n-samples-per-prompt", "1", *baseline)
     for words in (
         "--rollout-batch-size 3 --global-batch-size 4", "--global-batch-size 16", "--num-steps-per-rollout 3",
         "--num-steps-per-rollout 9", "--global-batch-size 8 --num-steps-per-rollout 2",
@@ -647,19 +611,9 @@ def rows_of_requests() -> Iterator[Bad]:
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
     for path in (
-        "nowhere.py",
-        "two.py",
-        "partial.py",
-        "imports.py",
-        "broken.py",
-        "raises.py",
-        "functions.py:gone",
-        "functions.py:value",
-        "functions.py:gen",
-        "directory",
-        "prompts.csv",
-        "empty.jsonl",
-    ):
+        "nowhere.py", "two.py", "partial.py", "imports.py", "broken.py", "raises.py", "functions.py:gone",
+        "functions.py:value", "functions.py:gen", "directory", "prompts.csv", "empty.jsonl",
+    ):  # fmt: skip
         yield train("--custom-rm-path", f"{{root}}/{path}", culprit=path.partition(":")[0], without="--rm-type")
     for path in ("no.such.module:f", "json", "", ":", "os:"):
         yield train(
@@ -748,13 +702,9 @@ def rows_of_data() -> Iterator[Bad]:
     for name in ("prompts.jsonl", "nowhere.jsonl", "empty.jsonl", "broken.jsonl", "null-chat.jsonl"):
         yield on("sft", "--prompt-data", f"{{root}}/{name}", culprit="messages" if name == "prompts.jsonl" else name)
     for store in (
-        "{root}/file/store",
-        "/dev/null/store",
-        "/proc/penstock/store",
-        "nothing://x",
-        "{root}/" + LONG,
+        "{root}/file/store", "/dev/null/store", "/proc/penstock/store", "nothing://x", "{root}/" + LONG,
         "{root}/loop/x",
-    ):
+    ):  # fmt: skip
         yield train("--store", store, culprit=store[:40])
     for store in ("{root}/file", "/dev/null/store", "nothing://x"):
         yield on("convert", "--store", store, culprit=store)
