@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, field_validator
 
 from penstock.engines.backends import BACKENDS, DEFAULT, engine_backend
 from penstock.storage.config import StageConfig, option
-from penstock.storage.errors import OptionError
 from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
@@ -23,6 +22,9 @@ HINT_TEMPLATE = (  # github.com/idanshen/Self-Distillation
     "{prompt}\n\nThis is an example for a response to the question:\n{hint}\n\n"
     "Now answer with a response of your own, including the thinking process."
 )
+JsonTable = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
+]
 OneOrMore = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -125,18 +127,14 @@ class PromptConfig(StageConfig):
     """Responses per prompt; 8 with a group-relative estimator. The responses of a prompt form a group, within which
     GRPO computes advantages."""
 
-    @field_validator("apply_chat_template_kwargs")
-    @classmethod
-    def _check_template_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if reserved := sorted(TEMPLATE_VARIABLES & set(value)):
-            raise OptionError(
-                f"--apply-chat-template-kwargs cannot set {reserved[0]!r}, which penstock sets for every prompt: "
-                "remove it"
-            )
-        return value
-
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
+        reserved = sorted(TEMPLATE_VARIABLES & set(self.apply_chat_template_kwargs))
+        yield (
+            reserved,
+            f"--apply-chat-template-kwargs cannot set {''.join(reserved[:1])!r}, which penstock sets for every prompt: "
+            "remove it",
+        )
         keys = self.multimodal_keys
         yield (
             keys and (set(keys) != {"image"} or not keys["image"]),
@@ -306,7 +304,7 @@ class RolloutConfig(GenerationConfig):
     `f(rollout_id, args, data, extra_metrics)`; numbers that it adds to extra_metrics become metrics of the
     evaluation."""
 
-    plugin_args: dict[str, Any] = option(default_factory=dict)
+    plugin_args: JsonTable = option(default_factory=dict)
     """Further attributes of the `args` of user-defined functions, as JSON or key=value pairs; also the keys of
     --custom-config-path that are not options. In a TOML file: a table, or JSON text, which may have null."""
 
@@ -455,27 +453,6 @@ class RolloutConfig(GenerationConfig):
     engine_start_timeout: float = option(600.0, mutability="placement", gt=0)
     """Seconds that an engine may take to start."""
 
-    @field_validator("plugin_args", mode="before")
-    @classmethod
-    def _read_json(cls, args: Any) -> Any:
-        return json.loads(args) if isinstance(args, str) else args
-
-    @field_validator("plugin_args")
-    @classmethod
-    def _check_plugin_args(cls, args: dict[str, Any]) -> dict[str, Any]:
-        for name, value in args.items():
-            if not name.isidentifier() or name in cls.model_fields:
-                raise OptionError(
-                    f"--plugin-args {name!r:.80} is an option, or is not a Python name, so it cannot be a further "
-                    "attribute of `args`: rename it"
-                )
-            if is_secret_name(name) or (isinstance(value, str) and has_credentials(value)):
-                raise OptionError(
-                    f"--plugin-args {name} looks like a secret, and its value would be recorded with the run: let the "
-                    "function read it from an environment variable"
-                )
-        return args
-
     def plugin_arguments(self) -> dict[str, Any]:
         """Return the attributes of the `args` of user-defined functions: all options of the rollout, and those of
         --plugin-args."""
@@ -488,6 +465,17 @@ class RolloutConfig(GenerationConfig):
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
+        for name, value in self.plugin_args.items():
+            yield (
+                not name.isidentifier() or name in type(self).model_fields,
+                f"--plugin-args {name!r:.80} is an option, or is not a Python name, so it cannot be a further "
+                "attribute of `args`: rename it",
+            )
+            yield (
+                is_secret_name(name) or (isinstance(value, str) and has_credentials(value)),
+                f"--plugin-args {name} looks like a secret, and its value would be recorded with the run: let the "
+                "function read it from an environment variable",
+            )
         yield (
             self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine,
             f"--rollout-num-gpus {self.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "
