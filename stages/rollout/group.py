@@ -292,8 +292,9 @@ class EngineCalls:
             sample.aborted = True
         else:
             sample.metadata["num_turns"] = sample.metadata.get("num_turns", 0) + 1
-        self._decode_response(sample)
-        return self._decode(sample.token_ids[num_before:])
+        # The whole response is decoded, because two turns may share the bytes of a character.
+        sample.response = self._decode_from(sample, sample.prompt_length)
+        return self._decode_from(sample, num_before)
 
     def append(self, sample: Sample, content: str | Sequence[int], images: Sequence[bytes] = ()) -> bool:
         """Append content that the model did not generate (for example tool output) with loss mask 0, as text or token
@@ -311,7 +312,7 @@ class EngineCalls:
             del sample.images[num_images:]
             return False
         sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
-        self._decode_response(sample)
+        sample.response = self._decode_from(sample, sample.prompt_length)
         return True
 
     def add_images(self, sample: Sample, token_ids: list[int], images: Sequence[bytes]) -> list[int]:
@@ -335,12 +336,10 @@ class EngineCalls:
             raise
         return (await asyncio.wrap_future(answer))[0]
 
-    def _decode_response(self, sample: Sample) -> None:
-        """Set the response text. All of it is decoded, because two turns may share the bytes of a character."""
-        sample.response = self._decode(sample.token_ids[sample.prompt_length :])
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode([token_ids], skip_special_tokens=self.config.rollout_skip_special_tokens)[0]
+    def _decode_from(self, sample: Sample, start: int) -> str:
+        """Return the text of a sample's tokens from token `start` on."""
+        skips = self.config.rollout_skip_special_tokens
+        return self.tokenizer.decode([sample.token_ids[start:]], skip_special_tokens=skips)[0]
 
 
 async def prompt_images(images: SampleImages | None, sample: Sample) -> list[PromptImage]:

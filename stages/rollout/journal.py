@@ -14,12 +14,11 @@ import hashlib
 import json
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, group_by_group_id
 from penstock.storage.blobs import blob_sizes
 from penstock.storage.commit import JOURNAL, Commit
 from penstock.storage.errors import StoreError
@@ -32,9 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards. As a context
-    manager, it is flushed if the `with` block raises. With --rollout-journal-interval 0, no journal is written or
-    read."""
+    """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards. With
+    --rollout-journal-interval 0, no journal is written or read."""
 
     def __init__(self, store: Store, prefix: str, round: RolloutRound, config: RolloutConfig) -> None:
         self.store = store
@@ -55,28 +53,56 @@ class Journal:
         self._num_entries = 0
         self._lock = threading.Lock()  # one writer at a time
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception | Preempted):
+    @contextmanager
+    def flushed_on_error(self) -> Iterator[None]:
+        """Flush the journal if the `with` block raises."""
+        try:
+            yield
+        except (Exception, Preempted):
             self.flush()
+            raise
 
     def load_finished_groups(self) -> None:
-        """Read the groups that earlier attempts at this round have finished."""
+        """Read the groups that earlier attempts at this round have finished. Skip entries that were written for another
+        policy version or other sampling options, or cannot be read."""
         if not self.interval:
             return
+        round = self.round
+        oldest = round.rollout_id - round.max_staleness if round.max_staleness else round.policy_version
         while entry := self.store.committed(self._entry_key(self._num_entries)):
             self._num_entries += 1
-            for group_id, samples in self._read_entry(entry).items():
-                self.finished[group_id] = samples  # the latest, if a group was generated again
+            is_fresh = oldest <= entry.policy_version <= round.policy_version
+            if not is_fresh or entry.state.get("identity") != self.identity:
+                continue
+            try:
+                groups = group_by_group_id(read_samples(self.store, entry))
+            except (StoreError, OSError, ValueError) as error:
+                logger.warning(
+                    "cannot read a journal entry of round %d; its groups will be generated again: %s",
+                    entry.index,
+                    error,
+                )
+                continue
+            self.finished |= {group[0].group_id: group for group in groups}  # the latest, if generated again
 
     def find_finished_group(self, group: Group) -> Group | None:
-        """Return `group` with the responses that an earlier attempt wrote to the journal; None if there are none."""
-        finished = self.finished.get(group[0].group_id)
-        return finished if finished and _has_response_for_each_sample(finished, group) else None
+        """Return `group` with the responses that an earlier attempt wrote to the journal. Return None unless the
+        journal has the same trajectories (ids, prompt, label, metadata, first tokens), each with a completed or
+        truncated response."""
+        finished, origins = self.finished.get(group[0].group_id, []), {sample.trajectory_id: sample for sample in group}
+        if {sample.trajectory_id for sample in finished} != origins.keys():
+            return None
+        for sample in finished:
+            origin = origins[sample.trajectory_id]
+            same = all(getattr(sample, name) == getattr(origin, name) for name in ("group_id", "prompt", "label"))
+            if not same or not origin.metadata.items() <= sample.metadata.items():
+                return None
+            length = len(origin.token_ids)
+            if sample.sample_id == origin.sample_id and sample.token_ids[:length] != origin.token_ids:
+                return None
+            if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+                return None
+        return finished
 
     def add_finished_group(self, samples: Sequence[Sample]) -> None:
         """Add a finished group, which the next `flush` writes."""
@@ -134,42 +160,3 @@ class Journal:
             self._num_entries += 1
             if committed.attempt == attempt:
                 return
-
-    def _read_entry(self, entry: Commit) -> dict[str, list[Sample]]:
-        """Return {group id: samples} of a journal entry; {} if the entry was written for another policy version or
-        other sampling options, or cannot be read."""
-        groups: dict[str, list[Sample]] = defaultdict(list)
-        round = self.round
-        oldest = round.rollout_id - round.max_staleness if round.max_staleness else round.policy_version
-        is_fresh = oldest <= entry.policy_version <= round.policy_version
-        if is_fresh and entry.state.get("identity") == self.identity:
-            try:
-                for sample in read_samples(self.store, entry):
-                    groups[sample.group_id].append(sample)
-            except (StoreError, OSError, ValueError) as error:
-                logger.warning(
-                    "cannot read a journal entry of round %d; its groups will be generated again: %s",
-                    entry.index,
-                    error,
-                )
-                return {}
-        return groups
-
-
-def _has_response_for_each_sample(finished: Group, group: Group) -> bool:
-    """Return whether `finished` has the same trajectories as `group` (ids, prompt, label, metadata, first tokens), each
-    with a completed or truncated response."""
-    origins = {sample.trajectory_id: sample for sample in group}
-    if {sample.trajectory_id for sample in finished} != origins.keys():
-        return False
-    for sample in finished:
-        origin = origins[sample.trajectory_id]
-        same = all(getattr(sample, name) == getattr(origin, name) for name in ("group_id", "prompt", "label"))
-        if not same or not origin.metadata.items() <= sample.metadata.items():
-            return False
-        length = len(origin.token_ids)
-        if sample.sample_id == origin.sample_id and sample.token_ids[:length] != origin.token_ids:
-            return False
-        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
-            return False
-    return True

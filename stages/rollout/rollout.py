@@ -24,7 +24,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -61,7 +61,7 @@ from penstock.stages.rollout.metrics import rollout_metrics, sample_preview, sta
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
-from penstock.stages.rollout.plugins.rollout_function import Collect, RolloutFunctionCall, find_evaluation_function
+from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall, find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import (
     Dataset,
     Group,
@@ -200,7 +200,10 @@ def rollout_stage(
     with record_seconds(seconds, "prepare"):
         intake = open_prompt_intake(context, round, resume_point or ResumePoint())
         journal.load_finished_groups()
-    with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
+    with (
+        make_grader(config) if context.grader is None else nullcontext(context.grader) as grader,
+        journal.flushed_on_error(),
+    ):
         num_prompts = num_prompts or config.rollout_batch_size
         data_set = prefix.rstrip("/").rpartition("/")[2] if round.kind == "eval" else None
         result = run_blocking(generate_round(context, intake, journal, grader, num_prompts, data_set))
@@ -254,7 +257,10 @@ async def generate_round(
     config = context.config
     hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt
     progress = SampleProgress(num_samples * num_groups, context.on_progress)
-    async with open_runner(context, context.engines, journal, grader, hooks) as (runner, client):
+    async with (
+        open_runner(context, context.engines, journal, grader, hooks) as (runner, client),
+        AsyncExitStack() as closing,
+    ):
         collect = partial(
             collect_groups,
             runner=runner,
@@ -264,10 +270,15 @@ async def generate_round(
             max_batches=config.max_waves,
             on_kept=lambda: progress.add(num_samples),
         )
+        if config.rollout_function_path:
+            handle = EngineHandle(client, context.tokenizer, config, runner.round, context.images)
+            handle.loop = asyncio.get_running_loop()
+            closing.push_async_callback(asyncio.to_thread, handle.close)
+            work = RolloutFunctionCall(config, runner, intake, collect, handle, data_set).run(num_groups)
+        else:
+            work = collect(intake.next_groups)
         groups = await run_with_deadline(
-            call_rollout_function(context, client, runner, intake, collect, num_groups, data_set)
-            if config.rollout_function_path
-            else collect(intake.next_groups),
+            work,
             [runner.flush_journal_periodically()],
             progress,
             time_limit=config.rollout_timeout,
@@ -278,24 +289,6 @@ async def generate_round(
     seconds = {"generate": runner.last_token_time - start, "reward": time.perf_counter() - runner.last_token_time}
     energy = energy_metric("perf/rollout_energy_joules", counters, context.read_counters())
     return RoundResult(groups, runner, seconds, energy)
-
-
-async def call_rollout_function(
-    context: RolloutContext,
-    client: EngineClient,
-    runner: GroupRunner,
-    intake: PromptIntake,
-    collect: Collect,
-    num_groups: int,
-    data_set: str | None,
-) -> CollectedGroups:
-    """Return the groups that the function of --rollout-function-path generates for a round or an evaluation."""
-    handle = EngineHandle(client, context.tokenizer, context.config, runner.round, context.images)
-    handle.loop = asyncio.get_running_loop()
-    try:
-        return await RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set).run(num_groups)
-    finally:
-        await asyncio.to_thread(handle.close)
 
 
 @asynccontextmanager

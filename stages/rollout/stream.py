@@ -129,7 +129,7 @@ class RolloutStream:
             raise Preempted("the stream was closed") from None
         prefix = self.prefix_of(rollout_id)
         attempt = self.context.store.new_attempt(prefix)
-        with taken.journal:
+        with taken.journal.flushed_on_error():
             failpoint("stream-round-taken")
             commit = commit_samples(
                 self.context,

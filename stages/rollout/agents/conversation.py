@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from penstock.stages.rollout.agents.tool_calls import parse_tool_calls
+from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
 from penstock.stages.rollout.group import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.prompt_images import read_image_file
@@ -137,20 +137,18 @@ class Conversation:
     def _parse_reply(self, start: int, stops: str | Sequence[str]) -> Message:
         """Parse the reply whose first token is token `start` of the sample. `stops`: stop strings, at which the text is
         cut."""
-        token_ids = self.sample.token_ids
-        text = self._format.decode_reply(token_ids[start:], ended=self.sample.status is Status.COMPLETED)
-        for stop in [stops] if isinstance(stops, str) else stops:
-            text = text.partition(stop)[0]
-        if not self.tools or self.sample.status is Status.ABORTED:
-            return {"role": "assistant", "content": text}
-        content, calls = parse_tool_calls(text, self.tools, in_thought=self._format.opens_thought(token_ids[:start]))
+        status = self.sample.status
+        tools = () if status is Status.ABORTED else self.tools
+        text, calls = self._format.parse_reply(
+            self.sample.token_ids, start, tools, stops, ended=status is Status.COMPLETED
+        )
         if not calls:
             return {"role": "assistant", "content": text}
         # Kimi K2's chat template writes the ids of tool calls and requires this format; other templates accept any id.
         num_calls = sum(len(message.get("tool_calls") or ()) for message in self.messages)
         return {
             "role": "assistant",
-            "content": content or None,
+            "content": text or None,
             "tool_calls": [
                 {
                     "id": f"functions.{call.name}:{num_calls + index}",
@@ -413,18 +411,32 @@ class ChatFormat:
         closed_again = bool(ids) and (ids[0] == last_reply_token or (ids[0] in ends[:1] and ids[0] in self._special))
         return ids[1:] if ended and closed_again else ids
 
-    def decode_reply(self, token_ids: list[int], *, ended: bool) -> str:
-        """Decode the tokens of a reply; if `ended` (the model ended its turn), without the special token at the end."""
-        if ended and token_ids and token_ids[-1] in self._special:
-            token_ids = token_ids[:-1]
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Return whether the tokens of a prompt end inside a thought (<think> without </think>). Only the text after
-        the last special token that is not a thought tag counts, because earlier messages may mention these tags."""
-        start = next((index for index in range(len(prompt), 0, -1) if prompt[index - 1] in self._tags), 0)
-        tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
-        return bool(tags) and "/" not in tags[-1]
+    def parse_reply(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        tools: Sequence[dict[str, Any]],
+        stops: str | Sequence[str],
+        *,
+        ended: bool,
+    ) -> tuple[str, list[ToolCall]]:
+        """Return the text of the reply whose first token is token `start`, up to the first stop string, and the calls
+        of `tools` in it, which the text does not have. `ended`: the model ended its turn, so a special token at the end
+        is not part of the text."""
+        reply = token_ids[start:]
+        if ended and reply and reply[-1] in self._special:
+            reply = reply[:-1]
+        text = self._tokenizer.decode(reply, skip_special_tokens=False)
+        for stop in [stops] if isinstance(stops, str) else stops:
+            text = text.partition(stop)[0]
+        if not tools:
+            return text, []
+        # The prompt may end inside a thought (<think> without </think>). Only the text after its last special token
+        # that is not a thought tag counts, because earlier messages may mention these tags.
+        after = next((index for index in range(start, 0, -1) if token_ids[index - 1] in self._tags), 0)
+        tags = THOUGHT_TAGS.findall(self._tokenizer.decode(token_ids[after:start], skip_special_tokens=False))
+        content, calls = parse_tool_calls(text, tools, in_thought=bool(tags) and "/" not in tags[-1])
+        return (content if calls else text), calls
 
     def render(
         self,
@@ -435,15 +447,10 @@ class ChatFormat:
         open_reply: bool = True,
     ) -> str:
         """Render messages, followed by the generation prompt if `open_reply`. Raises TemplateError."""
-        [text] = self._prompts.try_render([(list(messages), list(tools or ()) or None, open_reply)], options)
-        if isinstance(text, TemplateError):
-            raise type(text)(
-                f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
-                f"({str(text)[:120]}): send messages that it accepts, or use another template"
-            ) from text
-        if not text.strip():
-            raise TemplateError("the chat template renders nothing for the messages: send messages with content")
-        return text
+        all_tools = [list(tools or ()) or None]
+        return self._prompts.render_chats(
+            [list(messages)], add_generation_prompt=open_reply, tools=all_tools, options=options
+        )[0]
 
 
 def _text_after_placeholder(text: str) -> str:

@@ -54,12 +54,7 @@ class GenerateFunction:
     takes_list: bool  # the function gets all pending samples of a prompt, instead of one sample
     sampling: str | None  # name of the function's parameter for the sampling parameters; None: no such parameter
     optional: frozenset[str]  # parameters of the function that are named in OPTIONAL
-
-    @property
-    def continues_partial(self) -> bool:
-        """Return whether the function can continue an aborted sample (its attribute `continues_partial` is true);
-        otherwise an aborted sample restarts from its prompt."""
-        return bool(getattr(self.function, "continues_partial", False))
+    continues_partial: bool  # whether the function can continue an aborted sample, which otherwise restarts
 
 
 def load_generate_function(path: str) -> GenerateFunction:
@@ -88,6 +83,7 @@ def load_generate_function(path: str) -> GenerateFunction:
         takes_list=second.name == "samples" or (second.name != "sample" and not wants_sampling),
         sampling=third.name if third is not None and wants_sampling else None,
         optional=frozenset(parameter.name for parameter in parameters) & frozenset(OPTIONAL),
+        continues_partial=bool(getattr(function, "continues_partial", False)),
     )
     by_name = dict.fromkeys([*loaded.optional, *([loaded.sampling] if loaded.sampling else [])])
     check_signature(partial(function, **by_name), name, [parameter.name for parameter in positional[:2]])

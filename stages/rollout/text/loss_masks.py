@@ -154,7 +154,7 @@ class _Conversation:
         """Return the start in `text` of the span of the assistant message `messages[index]` that SFT trains on."""
         if index == 0:
             return self._first_span_start()
-        prompt = self._render(self.messages[:index], prompt=True)
+        [prompt] = self.tokenizer.try_render([(self.messages[:index], self.tools, True)])
         if isinstance(prompt, str) and self.text.startswith(prompt):
             return len(prompt)
         # The earlier turns are rendered differently in the prompt: compare only the text after the previous message.
@@ -247,11 +247,8 @@ class _Conversation:
             raise _cannot_locate_error(f"random strings inserted into message {index + 1} change the rest of the text")
         return start, end
 
-    def _render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str | TemplateError:
-        return self.tokenizer.try_render([(messages, self.tools, prompt)], mark=mark)[0]
-
     def _render_or_raise(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str:
-        text = self._render(messages, prompt=prompt, mark=mark)
+        [text] = self.tokenizer.try_render([(messages, self.tools, prompt)], mark=mark)
         if isinstance(text, TemplateError):
             raise _cannot_locate_error(
                 "the chat template fails on a shortened copy of the conversation, or on one with random strings in its "

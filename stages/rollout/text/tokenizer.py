@@ -53,7 +53,13 @@ class PromptTokenizer:
                 f"{directory} has no tokenizer: add tokenizer.json and tokenizer_config.json to this directory"
             )
         try:
-            self.inner: Any = _tokenizer_class(Path(directory)).from_pretrained(str(directory), local_files_only=True)
+            _import_gguf_module()
+            file = Path(directory) / "tokenizer_config.json"
+            named = json.loads(file.read_text()).get("tokenizer_class") if file.is_file() else None
+            # The import of AutoTokenizer loads the code of every model (2 s and 290 MB of memory).
+            name = "PreTrainedTokenizerFast" if named in GENERIC_CLASSES else "AutoTokenizer"
+            loader = getattr(importlib.import_module("transformers"), name)
+            self.inner: Any = loader.from_pretrained(str(directory), local_files_only=True)
         except Exception as error:  # transformers raises many types for broken files
             reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
             raise ModelError(f"the tokenizer in {directory} does not load ({reason}): restore its files") from error
@@ -94,22 +100,20 @@ class PromptTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Tools] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Render conversations as text. Raises TemplateError."""
+        """Render conversations as text; `options` override `template_options`. Raises TemplateError."""
         texts = []
         all_tools = tools or [None] * len(chats)
-        results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)])
+        results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
         for chat, result in zip(chats, results):
+            shown, remedy = json.dumps(chat, default=str)[:100], "correct the messages, or use another template"
             if isinstance(result, TemplateError):
                 raise type(result)(
-                    f"the chat template fails for the conversation {json.dumps(chat, default=str)[:100]} "
-                    f"({str(result)[:120]}): repair the row, or use another template"
+                    f"the chat template fails for the conversation {shown} ({str(result)[:120]}): {remedy}"
                 ) from result
             if not result.strip():
-                raise TemplateError(
-                    f"the chat template renders nothing for the conversation {json.dumps(chat, default=str)[:100]}: "
-                    "repair the row, or use another template"
-                )
+                raise TemplateError(f"the chat template renders nothing for the conversation {shown}: {remedy}")
             texts.append(result)
         return texts
 
@@ -181,16 +185,6 @@ def _find_call_form(template: str, variables: str) -> CallForm:
     texts = RENDERER.render(template, chats, json.loads(variables))
     scores = [-1 if isinstance(text, TemplateError) else int(word in text) for text in texts]
     return CALL_FORMS[scores.index(max(scores))]
-
-
-def _tokenizer_class(directory: Path) -> Any:
-    """Return the class that loads the tokenizer: PreTrainedTokenizerFast if tokenizer_config.json names this class,
-    else AutoTokenizer, whose import loads the code of every model (2 s and 290 MB of memory)."""
-    _import_gguf_module()
-    config = directory / "tokenizer_config.json"
-    named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
-    name = "PreTrainedTokenizerFast" if named in GENERIC_CLASSES else "AutoTokenizer"
-    return getattr(importlib.import_module("transformers"), name)
 
 
 class _TorchOnUse(ModuleType):
@@ -275,11 +269,19 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
     does not end a generation. Raises ModelError."""
     used: dict[str, int] = tokenizer.inner.get_vocab()
     token, largest = max(used.items(), key=lambda entry: entry[1], default=("", -1))
-    if largest >= vocab_size:
-        raise ModelError(
-            f"the tokenizer in {directory} has token id {largest} ({token[:40]!r}), but vocab_size in config.json is "
-            f"{vocab_size}: use the tokenizer files and config.json of the same model"
-        )
+    ids = [(f"the tokenizer in {directory} has token id {largest} ({token[:40]!r})", largest)]
+    end_ids = []
+    for file in (Path(directory) / "config.json", Path(directory) / "generation_config.json"):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            numbers = read_token_ids(file, name)
+            ids += [(f"{file} has {name} {number}", number) for number in numbers]
+            end_ids += numbers if name == "eos_token_id" else []
+    for what, number in ids:
+        if number >= vocab_size:
+            raise ModelError(
+                f"{what}, but vocab_size in config.json is {vocab_size}: use the tokenizer files and config.json of "
+                "the same model"
+            )
     file = Path(directory) / "tokenizer.json"
     added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") if file.is_file() else None
     for token, written in ((entry["content"], entry["id"]) for entry in added or ()):
@@ -288,16 +290,6 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
                 f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
                 f"{used[token]}, because ids must be consecutive: restore tokenizer.json"
             )
-    end_ids = []
-    for file in (Path(directory) / "config.json", Path(directory) / "generation_config.json"):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            for number in read_token_ids(file, name):
-                if number >= vocab_size:
-                    raise ModelError(
-                        f"{file} has {name} {number}, but vocab_size in config.json is {vocab_size}: use the files of "
-                        "the same model"
-                    )
-                end_ids += [number] * (name == "eos_token_id")
     if end_ids and tokenizer.inner.eos_token_id not in end_ids:
         logger.warning(
             "the tokenizer in %s ends a turn with %r (id %s), but config.json and generation_config.json name %s: "
