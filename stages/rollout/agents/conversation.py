@@ -353,11 +353,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._prompts, self._tokenizer = tokenizer, tokenizer.inner
-        if not self._tokenizer.chat_template:
-            raise TemplateError(
-                "the tokenizer has no chat template, which a conversation needs: add chat_template.jinja to the "
-                "checkpoint"
-            )
+        tokenizer.chat_template_source()  # raises TemplateError if the checkpoint has no chat template
         added = self._tokenizer.added_tokens_decoder
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._tags = frozenset(i for i, token in added.items() if not THOUGHT_TAGS.fullmatch(token.content))

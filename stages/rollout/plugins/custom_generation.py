@@ -170,11 +170,9 @@ class CustomGeneration:
         try:
             returned = await self._runner.run(call, self.config.generate_timeout * len(origins))
             parts = self._split_by_origin(origins, returned)
-        except Cancelled:
-            return [[_aborted_copy(sample)] for sample in origins]
-        except PluginError as error:  # if the round aborted a request, the abort caused the failure
-            if any(view.aborted for view in views):
-                return [[_aborted_copy(sample)] for sample in origins]
+        except (Cancelled, PluginError) as error:  # if the round aborted a request, the abort caused the failure
+            if isinstance(error, Cancelled) or any(view.aborted for view in views):
+                return [[replace(copy_sample(sample), status=Status.ABORTED)] for sample in origins]
             parts = [str(error)] * len(origins)
         finally:
             for sample in origins:
@@ -208,7 +206,7 @@ class CustomGeneration:
         continue it. `answers`: the engines' answers to requests that the function has sent itself."""
         aborted = any(part.status == Status.ABORTED or getattr(part, "aborted", False) for part in parts)
         if aborted and (len(parts) > 1 or not self.function.continues_partial):
-            return [_aborted_copy(origin)]
+            return [replace(copy_sample(origin), status=Status.ABORTED)]
         samples = []
         for index, part in enumerate(parts):
             sample_id = f"{origin.sample_id}.{index}" if index else origin.sample_id
@@ -259,10 +257,6 @@ class CustomGeneration:
         if sample.reward is not None:  # the function has graded the sample itself
             parse_reward(sample.reward, self.config.reward_key, self.name).apply(sample)
         return sample
-
-
-def _aborted_copy(sample: Sample) -> Sample:
-    return replace(copy_sample(sample), status=Status.ABORTED)
 
 
 def _failed_copy(sample: Sample, reason: str) -> Sample:

@@ -275,17 +275,20 @@ def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
     the length of the response fits. Raises PluginError."""
     own = len(sample._prompt_ids)
     keeps_prompt = tuple(token_ids[:own]) == sample._prompt_ids
+    num_after = len(token_ids) - own * keeps_prompt
+    problem = None
     if not keeps_prompt and not sample._sets_length:
-        raise PluginError(
+        problem = (
             f"the sample's tokens do not start with the {own} tokens of the prompt: keep the prompt tokens, or set "
             "another prompt with sample.restart(prompt, token_ids), or response_length"
         )
-    num_after = len(token_ids) - own * keeps_prompt
-    if sample._sets_length and not 0 <= sample.response_length <= num_after:
-        raise PluginError(
+    elif sample._sets_length and not 0 <= sample.response_length <= num_after:
+        problem = (
             f"response_length is {sample.response_length}, but {num_after} tokens follow the prompt: do not set "
             "response_length, or correct response_length or the tokens"
         )
+    if problem is not None:
+        raise PluginError(problem)
 
 
 def _token_ids(sample: UserSample) -> list[int]:

@@ -40,7 +40,7 @@ def check_prompt_data(
         )
     num_rows = 0
     for entry in read_prompt_files(config):
-        chat, unanswered, _ = (entry.first[key] for key in FIRST_ROW_KEYS)
+        chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
         problem = None
         if is_sft and unanswered is not None:
             problem = (

@@ -117,11 +117,10 @@ class Rows:
     rows: list[bytes] = field(default_factory=list)
     first_chat: int | None = None  # first row whose prompt is a list of messages
     first_unanswered: int | None = None  # first row that is not a conversation with an assistant message
-    first_image: int | None = None  # first row with an image
 
 
 # Fields of Rows with the number of the first row that has a certain property.
-FIRST_ROW_KEYS = ("first_chat", "first_unanswered", "first_image")
+FIRST_ROW_KEYS = ("first_chat", "first_unanswered")
 
 
 class PromptRow(NamedTuple):
@@ -147,8 +146,6 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
         prompt, images = _read_prompt(record, where, columns)
-        if images and result.first_image is None:
-            result.first_image = number
         if isinstance(prompt, list) and result.first_chat is None:
             result.first_chat = number
         if result.first_unanswered is None and not (

@@ -14,6 +14,7 @@ reasoning). A span has this start and end:
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -65,16 +66,19 @@ def join_pieces(
     piece: pieces are tokenized separately, so that a prompt has the same ids as in generation. Raises DataError."""
     token_ids = [token for ids in encoded for token in ids]
     loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]
+    problem = None
     if max_seq_len is not None and len(token_ids) > max_seq_len:
-        raise DataError(
+        problem = (
             f"the conversation has {len(token_ids)} tokens, but the model has only {max_seq_len} positions: shorten or "
             "remove the row"
         )
-    if not any(loss_mask):
-        raise DataError(
+    elif not any(loss_mask):
+        problem = (
             "no token of the conversation would be trained on: add an assistant message with content and without "
             '"step_loss_mask": 0, or remove the row'
         )
+    if problem is not None:
+        raise DataError(problem)
     return token_ids, loss_mask
 
 
@@ -131,24 +135,18 @@ class _Conversation:
 
     def generation_block_spans(self, trained: Sequence[int]) -> list[Span]:
         """Return the spans in `text` of the `{% generation %}` blocks of the messages with the indices `trained`."""
-        text = self.text
         marked = self._render_or_raise(self.messages, mark=MARK).split(MARK)
-        if "".join(marked) != text:
-            raise _cannot_locate_error(
-                "random strings inserted around the {% generation %} blocks change the rest of the text"
-            )
-        ends = [0]
-        for part in marked:
-            ends.append(ends[-1] + len(part))
-        spans = list(zip(ends[1:-1:2], ends[2:-1:2]))
-        answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if len(spans) == len(answers):
-            return [span for index, span in zip(answers, spans) if index in trained]
-        if len(trained) == len(answers):
-            return spans
-        raise _cannot_locate_error(
-            f"the template writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages"
-        )
+        reason = "random strings inserted around the {% generation %} blocks change the rest of the text"
+        if "".join(marked) == self.text:
+            ends = [*itertools.accumulate(map(len, marked))]
+            spans = list(zip(ends[:-1:2], ends[1:-1:2]))
+            answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+            if len(spans) == len(answers):
+                return [span for index, span in zip(answers, spans) if index in trained]
+            if len(trained) == len(answers):
+                return spans
+            reason = f"the template writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages"
+        raise _cannot_locate_error(reason)
 
     def span_start(self, index: int) -> int:
         """Return the start in `text` of the span of the assistant message `messages[index]` that SFT trains on."""
