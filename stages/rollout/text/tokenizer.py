@@ -107,14 +107,15 @@ class PromptTokenizer:
         all_tools = tools or [None] * len(chats)
         results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
         for chat, result in zip(chats, results):
+            if isinstance(result, str) and result.strip():
+                texts.append(result)
+                continue
             shown, remedy = json.dumps(chat, default=str)[:100], "correct the messages, or use another template"
             if isinstance(result, TemplateError):
                 raise type(result)(
                     f"the chat template fails for the conversation {shown} ({str(result)[:120]}): {remedy}"
                 ) from result
-            if not result.strip():
-                raise TemplateError(f"the chat template renders nothing for the conversation {shown}: {remedy}")
-            texts.append(result)
+            raise TemplateError(f"the chat template renders nothing for the conversation {shown}: {remedy}")
         return texts
 
     def try_render(
