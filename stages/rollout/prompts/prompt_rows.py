@@ -145,33 +145,36 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
     """Parse and validate a block of rows; return the rows in canonical JSON. Raises DataError."""
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
-        prompt, images = _read_prompt(record, where, columns)
+        check_columns(record, where, columns)
+        try:
+            prompt, images = _read_prompt(record, columns)
+            tools = None
+            if columns.tools:
+                tools = _parse_json_text(_value(record, columns.tools), columns.tools, "--tool-key")
+            if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+                raise DataError(
+                    f"column {columns.tools!r} holds {preview(tools)}; tools must be a list of JSON schemas: repair "
+                    "the row, name another column with --tool-key, or ignore tools with --tool-key ''"
+                )
+            row: list[tuple[str | None, Any]] = [
+                (columns.prompt, prompt),
+                (columns.label, _read_text(record, columns.label)),
+                (columns.metadata, _read_metadata(record, columns)),
+            ]
+            if tools or images:
+                row.append((columns.tools, tools or None))
+            if images:
+                row.append((columns.images or columns.prompt, images))
+            parts = [_to_json(value, key) for key, value in row]
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        result.rows.append(f"[{','.join(parts)}]".encode(errors="surrogatepass"))
         if isinstance(prompt, list) and result.first_chat is None:
             result.first_chat = number
         if result.first_unanswered is None and not (
             isinstance(prompt, list) and any(m["role"] == "assistant" for m in prompt)
         ):
             result.first_unanswered = number
-        label = _read_text(record, where, columns.label)
-        row: list[tuple[str | None, Any]] = [
-            (columns.prompt, prompt),
-            (columns.label, label),
-            (columns.metadata, _read_metadata(record, where, columns)),
-        ]
-        tools = None
-        if columns.tools:
-            tools = _parse_json_text(_value(record, columns.tools), where, columns.tools, "--tool-key")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise DataError(
-                f"{where}: column {columns.tools!r} holds {preview(tools)}; tools must be a list of JSON schemas: "
-                "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
-            )
-        if tools or images:
-            row.append((columns.tools, tools or None))
-        if images:
-            row.append((columns.images or columns.prompt, images))
-        parts = [_to_json(value, where, key) for key, value in row]
-        result.rows.append(f"[{','.join(parts)}]".encode(errors="surrogatepass"))
     return result
 
 
@@ -220,57 +223,56 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> tuple[str | list[dict[str, Any]], list[str]]:
+def _read_prompt(record: dict[str, Any], columns: Columns) -> tuple[str | list[dict[str, Any]], list[str]]:
     """Return the prompt, text or messages, and its images."""
-    check_columns(record, where, columns)
     prompt = _value(record, columns.prompt)
     # Messages may be JSON text: CSV cannot hold them otherwise.
     if isinstance(prompt, str) and prompt.strip()[:1] == "[" and prompt.strip()[-1:] == "]" and _ROLE.search(prompt):
-        prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
+        prompt = _parse_json_text(prompt, columns.prompt, "--input-key")
     if not isinstance(prompt, str | list) or not prompt:
         raise DataError(
-            f"{where}: column {columns.prompt!r} holds {preview(prompt)}; a prompt is text, or a list of "
+            f"column {columns.prompt!r} holds {preview(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
     in_place: list[Any] = []
-    of_column = _read_image_column(record, where, columns.images) if columns.images else None
+    of_column = _read_image_column(record, columns.images) if columns.images else None
     if isinstance(prompt, str) and (of_column or (of_column is not None and PLACEHOLDER in prompt)):
         prompt = [{"role": "user", "content": prompt}]
     try:
         prompt = prompt if isinstance(prompt, str) else normalize_messages(prompt, in_place)
         images = [] if isinstance(prompt, str) else place_images(prompt, in_place, of_column)
     except DataError as error:
-        raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
+        raise DataError(f"column {columns.prompt!r}: {error}; repair the row") from None
     num_characters = 0
     for content in [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]:
         texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
         num_characters += sum(map(len, texts))
     if num_characters > MAX_PROMPT:
         raise DataError(
-            f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
+            f"column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
             f"{MAX_PROMPT}: remove the row"
         )
     return prompt, images
 
 
-def _read_metadata(record: dict[str, Any], where: str, columns: Columns) -> dict[str, Any]:
+def _read_metadata(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """Return the metadata of a row, with the name of its teacher and its hint if they have columns."""
-    metadata = _parse_json_text(_value(record, columns.metadata), where, columns.metadata, "--metadata-key")
+    metadata = _parse_json_text(_value(record, columns.metadata), columns.metadata, "--metadata-key")
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise DataError(
-            f"{where}: column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a dictionary: "
+            f"column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a dictionary: "
             "repair the row, or name another column with --metadata-key"
         )
     for key, name, flag in ((columns.teacher, TEACHER, "--opd-teacher-key"), (columns.hint, HINT, "--opd-hint-key")):
         if key:
-            metadata = {**metadata, name: _read_text(record, where, key)}
+            metadata = {**metadata, name: _read_text(record, key)}
             if not metadata[name]:
-                raise DataError(f"{where}: column {key!r} is empty: fill it, or name another column with {flag}")
+                raise DataError(f"column {key!r} is empty: fill it, or name another column with {flag}")
     return metadata
 
 
-def _read_text(record: dict[str, Any], where: str, key: str | None) -> str:
+def _read_text(record: dict[str, Any], key: str | None) -> str:
     """Return the value of a column as text; a value that is missing (null, NaN) is empty."""
     value = _value(record, key) if key else None
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -279,28 +281,27 @@ def _read_text(record: dict[str, Any], where: str, key: str | None) -> str:
         return value
     if isinstance(value, Decimal):
         return format(value, "f")
-    return _to_json(value, where, key, separators=None, allow_nan=False)
+    return _to_json(value, key, separators=None, allow_nan=False)
 
 
-def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:
+def _parse_json_text(value: Any, key: str, flag: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where}: column {key!r} is text but not JSON ({error}): repair the row, or name another column with "
-            f"{flag}"
+            f"column {key!r} is text but not JSON ({error}): repair the row, or name another column with {flag}"
         ) from None
 
 
-def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
+def _to_json(value: Any, key: str | None, **style: Any) -> str:
     style = {"separators": (",", ":"), **style}
     try:
         return json.dumps(value, ensure_ascii=False, default=_decimal_to_number, **style)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{where}: column {key!r} has a value that cannot be written as JSON ({error}): convert the column"
+            f"column {key!r} has a value that cannot be written as JSON ({error}): convert the column"
         ) from None
 
 
@@ -369,16 +370,16 @@ def to_image_source(value: Any) -> str:
     )
 
 
-def _read_image_column(record: dict[str, Any], where: str, key: str) -> list[str]:
+def _read_image_column(record: dict[str, Any], key: str) -> list[str]:
     """Return the images in the column `key`: a list or one image. A missing column or null is an empty list."""
     value = _value(record, key)
     if isinstance(value, str) and value.strip()[:1] == "[":
-        value = _parse_json_text(value, where, key, "--multimodal-keys")
+        value = _parse_json_text(value, key, "--multimodal-keys")
     values = value if isinstance(value, list) else [] if value is None or value == "" else [value]
     try:
         return [to_image_source(each) for each in values]
     except DataError as error:
-        raise DataError(f"{where}: column {key!r}: {error}; repair the row") from None
+        raise DataError(f"column {key!r}: {error}; repair the row") from None
 
 
 # ---- values of Arrow -------------------------------------------------------------------------------------------------
