@@ -76,20 +76,21 @@ def sft_samples(
     turn. A conversation may have at most `max_seq_len` tokens. `images` writes the images of the conversations to the
     store; None: conversations without images."""
     loaded = [LoadedImages() for _ in prompts] if images is None else images.write(prompts)
-    conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
+    places = [f"row {prompt.row} of file {prompt.file + 1} of --prompt-data" for prompt in prompts]
+    conversations = [_split_conversation(prompt, tokenizer, place) for prompt, place in zip(prompts, places)]
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []
-    for prompt, pieces, of_prompt in zip(prompts, conversations, loaded):
+    for prompt, place, pieces, of_prompt in zip(prompts, places, conversations, loaded):
         ids, problem = list(islice(encoded, len(pieces))), ""
         if any(text != escape_invalid_text(text) for text, _ in pieces):
             problem = "the conversation is not valid Unicode: it has a lone surrogate"
         if images is not None:
             ids, of_prompt = images.expand_or_fail(of_prompt, ids)
-            problem = f"{_where(prompt)}: {of_prompt.problem}" if of_prompt.problem else problem
+            problem = f"{place}: {of_prompt.problem}" if of_prompt.problem else problem
         try:
             token_ids, loss_mask = join_pieces(pieces, ids, max_seq_len)
         except DataError as error:
-            raise DataError(f"{_where(prompt)}: {error}") from None
+            raise DataError(f"{place}: {error}") from None
         group_id = f"{prompt.issue:09d}"
         num_opening = 1 if pieces and not pieces[0][1] else 0
         samples.append(
@@ -114,12 +115,9 @@ def sft_samples(
     return samples
 
 
-def _where(prompt: Prompt) -> str:
-    return f"row {prompt.row} of file {prompt.file + 1} of --prompt-data"
-
-
-def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piece]:
-    where, messages = _where(prompt), prompt.content
+def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer, where: str) -> list[Piece]:
+    """Return the pieces of a conversation. `where`: its file and row, for messages. Raises DataError."""
+    messages = prompt.content
     if not isinstance(messages, list) or not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{where} has no assistant message, and SFT trains only on assistant messages: name the column of messages "

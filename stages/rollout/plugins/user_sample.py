@@ -237,8 +237,7 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     if not isinstance(sample, UserSample):
         sample = UserSample.of(sample, prompt_length)
     values = {name: getattr(sample, name) for name in NAMES}
-    values["token_ids"] = token_ids = _token_ids(sample)
-    _check_prompt(sample, token_ids)
+    values["token_ids"] = _token_ids(sample)
     num_prompt = sample.prompt_length
     try:
         values["status"] = SampleStatus(sample.status)
@@ -270,14 +269,23 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     return Sample(**values)
 
 
-def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
-    """Check that the tokens start with the tokens of the prompt, unless the function has set another prompt, and that
-    the length of the response fits. Raises PluginError."""
+def _token_ids(sample: UserSample) -> list[int]:
+    """Return the token ids, which must start with the tokens of the prompt, unless the function has set another prompt,
+    and have room for the length of the response. Raises PluginError."""
+    try:
+        token_ids = [operator.index(token) for token in as_list(sample.token_ids, "tokens")]
+    except TypeError as error:
+        raise PluginError(f"the sample's tokens are not integers ({error}): set `tokens` to token ids") from None
     own = len(sample._prompt_ids)
     keeps_prompt = tuple(token_ids[:own]) == sample._prompt_ids
     num_after = len(token_ids) - own * keeps_prompt
     problem = None
-    if not keeps_prompt and not sample._sets_length:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= LARGEST_TOKEN:
+        problem = (
+            f"the sample's token ids range from {min(token_ids)} to {max(token_ids)}: they must be at least 0 and "
+            "below 2**31"
+        )
+    elif not keeps_prompt and not sample._sets_length:
         problem = (
             f"the sample's tokens do not start with the {own} tokens of the prompt: keep the prompt tokens, or set "
             "another prompt with sample.restart(prompt, token_ids), or response_length"
@@ -289,18 +297,6 @@ def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
         )
     if problem is not None:
         raise PluginError(problem)
-
-
-def _token_ids(sample: UserSample) -> list[int]:
-    try:
-        token_ids = [operator.index(token) for token in as_list(sample.token_ids, "tokens")]
-    except TypeError as error:
-        raise PluginError(f"the sample's tokens are not integers ({error}): set `tokens` to token ids") from None
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= LARGEST_TOKEN:
-        raise PluginError(
-            f"the sample's token ids range from {min(token_ids)} to {max(token_ids)}: they must be at least 0 and "
-            "below 2**31"
-        )
     return token_ids
 
 
