@@ -25,7 +25,7 @@ from penstock.engines.families.entries import read_config
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.storage.config import StageConfig, option
-from penstock.storage.errors import ModelError, OptionError
+from penstock.storage.errors import ModelError, OptionError, check_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,7 +169,7 @@ def check_adapters(
     """Check that these adapters fit these parallel sizes. `grouped`: grouped GEMMs compute the experts."""
     targets = adapter_targets(shape, options.lora_target_modules)
     with_experts = [name for name in targets if EXPERT in name]
-    for is_violated, message in (
+    rules = (
         (
             with_experts and (expert_tensor or tensor) not in (1, tensor),
             f"adapters of experts need --expert-tensor-parallel-size 1 or {tensor} (--tensor-model-parallel-size), but "
@@ -186,9 +186,8 @@ def check_adapters(
             f"must train a parameter outside of the experts: add `attention` to {TARGETS}, or give "
             "--pipeline-model-parallel-size 1",
         ),
-    ):
-        if is_violated:
-            raise OptionError(message)
+    )
+    check_rules(rules)
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engines.families.shape import ModelShape
-from penstock.storage.errors import LayoutError, OptionError
+from penstock.storage.errors import LayoutError, OptionError, check_rules
 
 
 class ParallelLayout(BaseModel):
@@ -67,7 +67,7 @@ def check_model_parallel(
             (*own, experts.ffn_hidden_size, "rows of an expert's up projection"),
         ]
     groups = shape.num_query_groups
-    for is_violated, message in (
+    rules = (
         *(
             (size % ranks, f"{name} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
             for ranks, name, size, dimension in divided
@@ -85,9 +85,8 @@ def check_model_parallel(
             f"{shape.architecture} over {tensor} tensor-parallel ranks needs sequence parallelism (otherwise the "
             "gradients of its replicated weights are not all-reduced): add --sequence-parallel",
         ),
-    ):
-        if is_violated:
-            raise LayoutError(message)
+    )
+    check_rules(rules, LayoutError)
 
 
 def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], default: bool = False) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -386,13 +386,6 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         changes |= train.lr_schedule(run.num_rollout * steps * train.ppo_epochs)
     train = train.model_copy(update=changes)
     return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
-
-
-def check_rules(rules: Iterable[tuple[object, str]]) -> None:
-    """Raise OptionError with the message of the first violated rule, given as (is violated, error message)."""
-    for is_violated, message in rules:
-        if is_violated:
-            raise OptionError(message)
 
 
 def validate_config(values: dict[str, Any]) -> PostTrainConfig:

@@ -14,7 +14,7 @@ from prefect.states import Completed
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from penstock.engines.cluster import Cluster
-from penstock.flows.config import Plan, PostTrainConfig, check_rules, validate_config
+from penstock.flows.config import Plan, PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.conversion import (
@@ -33,7 +33,7 @@ from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.panel import end_wait, show_wait
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, is_run_name
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 USAGE = """penstock convert --hf-checkpoint A [--save B] [--verify] [--mtp keep] [--convert-ranks N]
 penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype fp8] [--vocab-size N]

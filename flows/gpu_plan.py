@@ -23,7 +23,7 @@ from penstock.engines.training import GIB
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.errors import EngineError, LayoutError, OptionError
+from penstock.storage.errors import EngineError, LayoutError, OptionError, check_rules
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def check_gpu_sizes(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> N
                 f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}",
             ),
         ]
-    if problem := next((message for wrong, message in rows if wrong), None):
-        raise LayoutError(problem)
+    check_rules(rows, LayoutError)
 
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 
 Mutability = Literal["identity", "schedule", "placement"]
 
@@ -49,9 +49,7 @@ class StageConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> StageConfig:
-        for is_violated, message in self.rules():
-            if is_violated:
-                raise OptionError(message)
+        check_rules(self.rules())
         return self
 
 

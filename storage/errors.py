@@ -125,6 +125,13 @@ class StoreFull(StoreError):
     code = "store-full"
 
 
+def check_rules(rules: Iterable[tuple[object, str]], error: type[PenstockError] = OptionError) -> None:
+    """Raise `error` with the message of the first violated rule, given as (is violated, error message)."""
+    for is_violated, message in rules:
+        if is_violated:
+            raise error(message)
+
+
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
     """Return the name in `known` that is most similar to the misspelled `word`, or that has the same letters in another
     order. Otherwise return the name that continues `word` after a dash or underscore (`lr-decay` -> `lr-decay-style`)

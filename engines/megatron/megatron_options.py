@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import model_serializer
 
 from penstock.storage.config import StageConfig, option
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 
 # The value of --recompute-modules that changes results: it sums the gradients of a norm's input in another order.
 ROUNDING_MODULE = "layernorm"
@@ -86,7 +86,7 @@ class MegatronOptions(StageConfig):
     def check(self) -> None:
         """Raise OptionError if an option has no effect together with the other options."""
         is_full, has_block = self.recompute_granularity == "full", (self.recompute_method, self.recompute_num_layers)
-        for is_violated, message in (
+        rules = (
             (
                 self.bucket_size is not None and not self.overlap_grad_reduce,
                 "--ddp-bucket-size has an effect only with --overlap-grad-reduce: add this option, or drop "
@@ -112,6 +112,5 @@ class MegatronOptions(StageConfig):
                 "--recompute-modules has an effect only with --recompute-granularity selective: add this option, or "
                 "omit --recompute-modules",
             ),
-        ):
-            if is_violated:
-                raise OptionError(message)
+        )
+        check_rules(rules)

@@ -24,7 +24,7 @@ from penstock.engines.megatron.frozen_parameters import check_frozen_layers, fro
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
-from penstock.flows.config import Flow, Plan, PostTrainConfig, check_rules, check_secrets, derive
+from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, debug_rules, gpu_flow
 from penstock.flows.gpu_plan import (
     check_gpu_count,
@@ -71,6 +71,7 @@ from penstock.storage.errors import (
     OptionError,
     RewardError,
     StoreError,
+    check_rules,
 )
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.samples.sample import TEACHER

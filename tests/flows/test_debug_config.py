@@ -10,7 +10,6 @@ import pytest
 from penstock.flows.config import (
     Flow,
     PostTrainConfig,
-    check_rules,
     config_hash,
     derive,
     options_by_mutability,
@@ -19,7 +18,7 @@ from penstock.flows.config import (
 from penstock.flows.debug_options import debug_rules
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 BASE = ["--run", "r", "--hf-checkpoint", "model", "--num-rollout", "20"]

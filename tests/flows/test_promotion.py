@@ -12,7 +12,7 @@ from run_records import run_json
 from penstock.flows import tasks
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import plan_fork
-from penstock.flows.config import Plan, check_rules
+from penstock.flows.config import Plan
 from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy
 from penstock.flows.runtime.preflight import evaluation_rules
@@ -21,7 +21,7 @@ from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.stages.eval.scores import Gate
 from penstock.storage.champions import Decision, champion, read_decisions, record_decision
 from penstock.storage.commit import Commit, RunKeys, commit_key
-from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError
+from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError, check_rules
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.store import Store
 from tests.storage.made_run import commit_files, commit_samples
