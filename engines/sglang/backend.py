@@ -26,9 +26,10 @@ from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import checks, control, older_release, passthrough
 from penstock.engines.sglang.checks import draft_model, is_speculative
+from penstock.engines.sglang.older_release import STREAMING, VISION
 from penstock.engines.sglang.passthrough import check_router_args, check_sglang_args, to_command_line
 from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, fp8_weights, mean_bytes_per_weight
-from penstock.storage.errors import EngineError, ModelError, OptionError
+from penstock.storage.errors import EngineError, ModelError, OptionError, check_rules
 from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
@@ -179,56 +180,57 @@ class SGLangBackend(EngineBackend):
         return SGLangRouter(args, options.spec.log_dir, max_restarts=options.router_restarts)
 
     def check_options(self, options: EngineOptions) -> None:
-        spec, routed = options.spec, options.router is not None
+        spec, routed, trains_vision = options.spec, options.router is not None, options.vision == "trained"
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             checks.check_model(read_config(Path(spec.model_path) / "config.json"))
-            if options.in_flight:
-                older_release.check_streaming()
-            if options.vision == "trained":
-                older_release.check_trained_vision()
-        if options.external and options.vision == "trained":
-            raise EngineError(
-                "--no-freeze-vision needs engines that the run starts, because external engines "
-                "(--rollout-external-engine-addrs) would use the embeddings of images again after a weight update: "
-                "omit one of the options"
-            )
-        if options.external and options.in_flight == "in_place":
-            raise EngineError(
-                "--pause-generation-mode in_place needs engines that the run starts, because external engines "
-                "(--rollout-external-engine-addrs) would reuse keys and values of earlier weights: use retract, or "
-                "omit --rollout-external-engine-addrs"
-            )
+            for option, is_given in {STREAMING: options.in_flight, VISION: trains_vision}.items():
+                if is_given:
+                    older_release.check_release(option)
         args = check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)
-        passthrough.check_sampling(options.sampling, routed=routed)
+        passthrough.check_sampling(options.sampling, options.sampling_seeds, args, routed=routed)
         checks.check_speculative(args, options)
-        passthrough.check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
             engine_url(address)
-        if options.return_experts and routed:
-            raise EngineError(
+        rules = (
+            (
+                options.external and trains_vision,
+                "--no-freeze-vision needs engines that the run starts, because external engines "
+                "(--rollout-external-engine-addrs) would use the embeddings of images again after a weight update: "
+                "omit one of the options",
+            ),
+            (
+                options.external and options.in_flight == "in_place",
+                "--pause-generation-mode in_place needs engines that the run starts, because external engines "
+                "(--rollout-external-engine-addrs) would reuse keys and values of earlier weights: use retract, or "
+                "omit --rollout-external-engine-addrs",
+            ),
+            (
+                options.return_experts and routed,
                 "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops the "
-                "request for routed experts: omit --use-router, or --use-rollout-routing-replay"
-            )
-        if spec.port and not is_free(spec.port):
-            raise EngineError(
-                f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a free one"
-            )
+                "request for routed experts: omit --use-router, or --use-rollout-routing-replay",
+            ),
+            (
+                spec.port and not is_free(spec.port),
+                f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a free one",
+            ),
+        )
+        check_rules(rules, EngineError)
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:
         if has_gpus or options.external:
             return
-        if options.sampling_seeds:
-            raise OptionError(
-                "--rollout-sampling-seeds was given, but no GPU was found for the engines, and SGLang samples "
-                "reproducibly only on GPUs: omit the option, or use a machine with GPUs"
-            )
-        if is_speculative(check_sglang_args(options.spec.args)):
-            raise OptionError(
-                "--sglang-speculative-algorithm was given, but no GPU was found for the engines, and SGLang ignores "
-                "the temperature when it verifies draft tokens on a CPU: omit the option, or use a machine with GPUs"
-            )
+        drafts = is_speculative(check_sglang_args(options.spec.args))
+        for option, is_given, reason in (
+            ("--rollout-sampling-seeds", options.sampling_seeds, "samples reproducibly only on GPUs"),
+            (self.speculation_flag, drafts, "ignores the temperature when it verifies draft tokens on a CPU"),
+        ):
+            if is_given:
+                raise OptionError(
+                    f"{option} was given, but no GPU was found for the engines, and SGLang {reason}: omit the option, "
+                    "or use a machine with GPUs"
+                )
 
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         directory = Path(options.spec.model_path)
@@ -286,14 +288,13 @@ class SGLangBackend(EngineBackend):
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)
-        older_release.check_external_release(url, release)
+        if release < older_release.OLDEST:
+            raise EngineError(
+                f"the external engine at {url} runs SGLang {'.'.join(map(str, release))}, but Penstock needs "
+                "0.5.15.post1 or later: upgrade SGLang there"
+            )
         if args.get("enable_lora"):
             checks.check_external_adapters(url, args)
-        if args.get("enable_fp32_lm_head") and not control.call_server(url, "/server_info").get("enable_fp32_lm_head"):
-            raise EngineError(
-                f"the external engine at {url} computes its logits in the model's data type, but --fp32-lm-head needs "
-                "fp32: start the engine with --enable-fp32-lm-head, or omit --fp32-lm-head"
-            )
         info = control.call_server(url, "/model_info")
         # After a weight update with transport "disk", `model_path` is the update's temporary directory, now removed.
         config = Path(str(info["model_path"])) / "config.json"
@@ -302,15 +303,28 @@ class SGLangBackend(EngineBackend):
         else:
             served = {"architectures": info["architectures"]} if info.get("architectures") else {}
         required = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-        if config.is_file() and bool(served.get("quantization_config")) != bool(required.get("quantization_config")):
-            raise EngineError(
+        is_quantized = [bool(values.get("quantization_config")) for values in (served, required)]
+        fp32_head = "enable_fp32_lm_head"
+        rules = [
+            (
+                args.get(fp32_head) and not control.call_server(url, "/server_info").get(fp32_head),
+                f"the external engine at {url} computes its logits in the model's data type, but --fp32-lm-head needs "
+                "fp32: start the engine with --enable-fp32-lm-head, or omit --fp32-lm-head",
+            ),
+            (
+                config.is_file() and is_quantized[0] != is_quantized[1],
                 f"either the engine at {url} or --hf-checkpoint {model_path} has quantized weights, but not both: "
-                "start the engine with the model of --hf-checkpoint"
-            )
+                "start the engine with the model of --hf-checkpoint",
+            ),
+        ]
         for name in MODEL_SIZES:
-            if name in served and served[name] != required.get(name):
-                raise EngineError(
-                    f"the engine at {url} serves a model with {name} {served[name]!r}, but --hf-checkpoint "
-                    f"{model_path} has {required.get(name)!r}: start the engine with --hf-checkpoint's model, or "
-                    "name another engine in --rollout-external-engine-addrs"
+            own = required.get(name)
+            rules.append(
+                (
+                    served.get(name, own) != own,
+                    f"the engine at {url} serves a model with {name} {served.get(name)!r}, but --hf-checkpoint "
+                    f"{model_path} has {own!r}: start the engine with --hf-checkpoint's model, or name another engine "
+                    "in --rollout-external-engine-addrs",
                 )
+            )
+        check_rules(rules, EngineError)

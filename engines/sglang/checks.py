@@ -19,7 +19,7 @@ from penstock.engines.sglang.passthrough import check_sglang_args, flag_name, pa
 from penstock.engines.sources import parse_source
 from penstock.engines.weights.fp8_blocks import BLOCK, fp8_weights
 from penstock.engines.weights.hf_headers import stored_tensors, weight_files
-from penstock.storage.errors import EngineError, LayoutError, ModelError
+from penstock.storage.errors import EngineError, LayoutError, ModelError, check_rules
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -51,16 +51,19 @@ def check_model(values: dict[str, Any]) -> None:
     top, read = values.get(name), rope.get(name, values.get("max_position_embeddings"))
     vision = values.get("vision_config") or {}
     patch_dim = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
-    if architecture == "Qwen2_5_VLForConditionalGeneration" and patch_dim != 1176:
-        raise EngineError(
+    rules = (
+        (
+            architecture == "Qwen2_5_VLForConditionalGeneration" and patch_dim != 1176,
             f"config.json has a vision_config with patches of {patch_dim} values, but SGLang reads images for "
-            f"{architecture} only with 1176 (in_channels 3, temporal_patch_size 2, patch_size 14): use such a model"
-        )
-    if scaled and top not in (None, read) and architecture not in READ_AT_TOP_LEVEL:
-        raise EngineError(
+            f"{architecture} only with 1176 (in_channels 3, temporal_patch_size 2, patch_size 14): use such a model",
+        ),
+        (
+            scaled and top not in (None, read) and architecture not in READ_AT_TOP_LEVEL,
             f"config.json has {name} {top} at the top level, where SGLang does not read it for {architecture} (SGLang "
-            f"uses {read}): move the entry into rope_parameters (or rope_scaling)"
-        )
+            f"uses {read}): move the entry into rope_parameters (or rope_scaling)",
+        ),
+    )
+    check_rules(rules, EngineError)
 
 
 @cache
@@ -168,16 +171,20 @@ def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
     needed = f"--enable-lora --max-lora-rank {args['max_lora_rank']} --lora-target-modules " + " ".join(
         args["lora_target_modules"]
     )
-    if not info.get("enable_lora") or (info.get("max_lora_rank") or 0) < args["max_lora_rank"] or missing:
-        raise EngineError(
+    has_adapters = info.get("enable_lora") and (info.get("max_lora_rank") or 0) >= args["max_lora_rank"]
+    rules = (
+        (
+            not has_adapters or missing,
             f"the external engine at {url} cannot load the run's adapters: start it with {needed}, or use "
-            "--lora-publish merged"
-        )
-    if info.get("max_loaded_loras") is not None:
-        raise EngineError(
-            f"the external engine at {url} has --max-loaded-loras {info['max_loaded_loras']}, which unloads adapters "
-            "that runs still use: start it without this flag"
-        )
+            "--lora-publish merged",
+        ),
+        (
+            info.get("max_loaded_loras") is not None,
+            f"the external engine at {url} has --max-loaded-loras {info.get('max_loaded_loras')}, which unloads "
+            "adapters that runs still use: start it without this flag",
+        ),
+    )
+    check_rules(rules, EngineError)
     # The HTTP route for adapters unpickles its payload (CVE-2026-15969 in 0.5.15.post1); an admin key alone does not
     # protect it.
     try:
@@ -209,8 +216,14 @@ def is_speculative(args: Mapping[str, Any]) -> bool:
     return args.get("speculative_algorithm") is not None
 
 
+def draft_model(args: Mapping[str, Any]) -> str | None:
+    """Return the directory of the separate draft model, or None."""
+    return next((str(args[name]) for name in DRAFT_MODEL if args.get(name) is not None), None)
+
+
 def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
-    """Check the flags of speculative decoding against the model and the other options."""
+    """Check the flags of speculative decoding against the model and the other options: no sampling parameter of the run
+    may be ignored, and no threshold may make the engine sample from another distribution than the target model's."""
     if not is_speculative(args):
         if unused := sorted(name for name in args if name.startswith("speculative_")):
             raise EngineError(
@@ -218,46 +231,20 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
                 f"instance NEXTN), or omit {flag_name(unused[0])}"
             )
         return
-    algorithm = str(args["speculative_algorithm"])
-    if algorithm.upper() not in ALGORITHMS:
-        raise EngineError(
-            f"--sglang-speculative-algorithm {algorithm[:40]} is not supported: give NEXTN to draft with the model's "
-            "own MTP layer, or EAGLE or EAGLE3 with --sglang-speculative-draft-model-path"
-        )
+    algorithm, draft = str(args["speculative_algorithm"]), draft_model(args)
     steps, topk, tokens = (args.get(name) for name in SIZES)
     default = (steps, topk, tokens) == (None, None, None) or args.get("speculative_adaptive")
-    if not default and (steps is None or topk is None or (topk != 1 and tokens is None)):  # SGLang would not start
-        raise EngineError(
+    rules = [
+        (
+            algorithm.upper() not in ALGORITHMS,
+            f"--sglang-speculative-algorithm {algorithm[:40]} is not supported: give NEXTN to draft with the model's "
+            "own MTP layer, or EAGLE or EAGLE3 with --sglang-speculative-draft-model-path",
+        ),
+        (  # SGLang would not start
+            not default and (steps is None or topk is None or (topk != 1 and tokens is None)),
             f"{', '.join(map(flag_name, SIZES))} depend on each other: give all of them, or none to use SGLang's "
-            "defaults"
-        )
-    _check_sampling(args, options)
-    if draft := draft_model(args):
-        if not (Path(draft) / "config.json").is_file():
-            raise EngineError(f"--sglang-speculative-draft-model-path {draft} is not a model directory: download it")
-        if options.transport == "disk":  # SGLang loads the directory of an update into both models
-            raise EngineError(
-                "--update-weight-transport disk would load the policy's weights into the draft model of "
-                "--sglang-speculative-draft-model-path, too: give --update-weight-transport nccl"
-            )
-    elif algorithm.upper() == "EAGLE3":
-        raise EngineError(
-            "--sglang-speculative-algorithm EAGLE3 needs a draft model: give --sglang-speculative-draft-model-path, "
-            "or NEXTN to draft with the model's own MTP layer"
-        )
-    else:
-        _check_mtp_layer(Path(options.spec.model_path))
-
-
-def draft_model(args: Mapping[str, Any]) -> str | None:
-    """Return the directory of the separate draft model, or None."""
-    return next((str(args[name]) for name in DRAFT_MODEL if args.get(name) is not None), None)
-
-
-def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
-    """Check that no sampling parameter of the run is ignored with speculative decoding, and that no threshold makes the
-    engine sample from another distribution than that of the target model."""
-    checks = [
+            "defaults",
+        ),
         *(
             (
                 args.get(name, 1.0) != 1.0,
@@ -281,33 +268,51 @@ def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
             "--use-rollout-routing-replay needs --sglang-speculative-eagle-topk 1, because SGLang does not move the "
             "routed experts of an accepted branch: give 1",
         ),
+        (
+            draft is not None and not (Path(draft) / "config.json").is_file(),
+            f"--sglang-speculative-draft-model-path {draft} is not a model directory: download it",
+        ),
+        (  # SGLang loads the directory of an update into both models
+            draft is not None and options.transport == "disk",
+            "--update-weight-transport disk would load the policy's weights into the draft model of "
+            "--sglang-speculative-draft-model-path, too: give --update-weight-transport nccl",
+        ),
+        (
+            draft is None and algorithm.upper() == "EAGLE3",
+            "--sglang-speculative-algorithm EAGLE3 needs a draft model: give --sglang-speculative-draft-model-path, "
+            "or NEXTN to draft with the model's own MTP layer",
+        ),
     ]
-    for wrong, message in checks:
-        if wrong:
-            raise EngineError(message)
+    check_rules(rules, EngineError)
+    if draft is None:
+        _check_mtp_layer(Path(options.spec.model_path))
 
 
 def _check_mtp_layer(directory: Path) -> None:
     """Check that the model in a Hugging Face directory has exactly one MTP layer, with which SGLang drafts tokens."""
     config = read_config(directory / "config.json")
     [architecture, *_], count = config["architectures"], config.get("num_nextn_predict_layers") or 0
-    if architecture not in MTP_ARCHITECTURES or count == 0:
-        raise ModelError(
+    has_layers = architecture in MTP_ARCHITECTURES and count > 0
+    tensor = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    rules = (
+        (
+            not has_layers,
             f"{directory} ({architecture}, num_nextn_predict_layers {count}) has no multi-token prediction layer for "
             "--sglang-speculative-algorithm: give EAGLE or EAGLE3 with --sglang-speculative-draft-model-path, or omit "
-            "--sglang-speculative-algorithm"
-        )
-    if count != 1:
-        raise ModelError(
+            "--sglang-speculative-algorithm",
+        ),
+        (
+            count > 1,
             f"{directory} has {count} multi-token prediction layers (num_nextn_predict_layers), but SGLang drafts with "
-            "exactly one: omit --sglang-speculative-algorithm"
-        )
-    tensor = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    if tensor not in stored_tensors(directory, weight_files(directory)):
-        raise ModelError(
+            "exactly one: omit --sglang-speculative-algorithm",
+        ),
+        (
+            has_layers and count == 1 and tensor not in stored_tensors(directory, weight_files(directory)),
             f"{directory} lacks {tensor}, a tensor of the multi-token prediction layer that config.json has "
-            "(num_nextn_predict_layers 1): use the original checkpoint, or an export made with --mtp keep"
-        )
+            "(num_nextn_predict_layers 1): use the original checkpoint, or an export made with --mtp keep",
+        ),
+    )
+    check_rules(rules, ModelError)
 
 
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,13 @@ OLDEST: Release = (0, 5, 15)  # the first release with the route /model_info
 CURRENT: Release = (0, 5, 21)  # servers before it need the functions of this file
 # Entries of `checks.LIMITS` (largest batches with a CUDA graph) that differ in the older release.
 GRAPH_LIMITS = {35: (24, 80)}
+STREAMING, VISION, ADAPTERS = "--async-mode streaming", "--no-freeze-vision", "--lora-publish adapter on these engines"
+# Option that needs 0.5.21 -> what earlier releases do, and what to do instead.
+NEEDS_CURRENT = {
+    STREAMING: ("do not report the weight version of each token", "use --async-mode ahead"),
+    VISION: ("use the embeddings of images again after a weight update", "omit the option"),
+    ADAPTERS: ("load adapters only on one GPU per engine and without checksums", "use --lora-publish merged"),
+}
 # Flags of the older release -> the flag and value that replace them (... stands for the value that was given).
 RENAMED: dict[str, tuple[str, Any]] = {
     "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
@@ -43,11 +50,6 @@ def is_installed() -> bool:
     return tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])) < CURRENT
 
 
-def release_name(release: Release) -> str:
-    """Return a release as text, for instance "0.5.21"."""
-    return ".".join(map(str, release))
-
-
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -68,39 +70,15 @@ def sampling_parameter_names(params: ast.ClassDef) -> frozenset[str]:
 # ---- features that the older release lacks ---------------------------------------------------------------------------
 
 
-def check_external_release(url: str, release: Release) -> None:
-    """Check that an external server has a release that Penstock supports."""
-    if release < OLDEST:
+def check_release(option: str, release: Release | None = None, url: str = "") -> None:
+    """Check that a server, or the installed SGLang if no `release` is given, has the release that `option` needs."""
+    why, instead = NEEDS_CURRENT[option]
+    name = version("sglang") if release is None else ".".join(map(str, release))
+    if is_installed() if release is None else release < CURRENT:
+        where = f"the engine at {url} runs SGLang {name}" if url else f"SGLang {name} is installed"
         raise EngineError(
-            f"the external engine at {url} runs SGLang {release_name(release)}, but Penstock needs 0.5.15.post1 or "
-            "later: upgrade SGLang there"
-        )
-
-
-def check_streaming() -> None:
-    """Check that the installed SGLang can update weights while requests run."""
-    if is_installed():
-        raise EngineError(
-            "--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each token, but "
-            f"SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
-        )
-
-
-def check_update_in_flight(url: str, release: Release) -> None:
-    """Check that a server reports which weights sampled each token."""
-    if release < CURRENT:
-        raise EngineError(
-            f"the engine at {url} runs SGLang {release_name(release)}, which does not report the weight version of "
-            "each token: use SGLang 0.5.21 or later, or --async-mode ahead"
-        )
-
-
-def check_trained_vision() -> None:
-    """Check that the installed SGLang forgets the embeddings of images when its weights change."""
-    if is_installed():
-        raise EngineError(
-            "--no-freeze-vision needs SGLang 0.5.21 or later, since earlier releases reuse image embeddings after a "
-            f"weight update, but SGLang {version('sglang')} is installed: upgrade it, or omit the option"
+            f"{option} needs SGLang 0.5.21 or later, because earlier releases {why}, but {where}: upgrade it, or "
+            f"{instead}"
         )
 
 
@@ -115,21 +93,6 @@ def reason_against_adapters(gpus_per_engine: int, *, compare: bool) -> str | Non
 
 
 # ---- requests and responses ------------------------------------------------------------------------------------------
-
-
-def update_fields(path: str) -> dict[str, Any]:
-    """Return the fields with which a request to `path` does not change the draft layers of speculative decoding. A
-    broadcast needs none: it never reaches the draft layers."""
-    return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
-
-
-def check_adapter(url: str, release: Release, tp_size: int, checksums: Mapping[str, Any]) -> None:
-    """Check that an older server can load an adapter: it runs on one GPU, and no checksums are compared."""
-    if tp_size > 1 or checksums:
-        raise EngineError(
-            f"the engine at {url} runs SGLang {release_name(release)}, which loads adapters only on one GPU per "
-            "engine and without comparing checksums: use 0.5.21 or later, or --lora-publish merged"
-        )
 
 
 def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from penstock.engines.sglang import older_release
 from penstock.engines.sglang.older_release import DROPPED, RENAMED, to_current_flag
 from penstock.engines.sources import parse_source
-from penstock.storage.errors import EngineError, nearest_name
+from penstock.storage.errors import EngineError, check_rules, nearest_name
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
@@ -259,37 +259,44 @@ INTERNAL = frozenset(
 )
 
 
-def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
-    """Check the names of the parameters of `--rollout-sampling`. `routed`: requests go through SGLang's router."""
-    known = sampling_parameter_names()
+def check_sampling(
+    params: Mapping[str, Any], use_seeds: bool, server_flags: Mapping[str, Any], *, routed: bool
+) -> None:
+    """Check the parameters of `--rollout-sampling`, and `--rollout-sampling-seeds` (`use_seeds`), against each other
+    and the server's flags (underscores in their names). `routed`: requests go through SGLang's router."""
+    known, rules = sampling_parameter_names(), list[tuple[object, str]]()
     for name in params:
-        if name in RESERVED_SAMPLING:
-            raise EngineError(f"--rollout-sampling {name} is not allowed: {RESERVED_SAMPLING[name]}")
-        if known and name not in known:
-            near = nearest_name(name, known)
-            hint = f"did you mean {near}?" if near else f"choose from {', '.join(sorted(known))}"
-            raise EngineError(f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}")
-        if routed and name in DROPPED_BY_ROUTER:
-            raise EngineError(
+        near = nearest_name(name, known)
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(sorted(known))}"
+        rules += [
+            (
+                name in RESERVED_SAMPLING,
+                f"--rollout-sampling {name} is not allowed: {RESERVED_SAMPLING.get(name)}",
+            ),
+            (
+                known and name not in known,
+                f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}",
+            ),
+            (
+                routed and name in DROPPED_BY_ROUTER,
                 f"--rollout-sampling {name} has no effect with --use-router, because SGLang's router drops it: "
-                f"omit {name}, or --use-router"
-            )
-
-
-def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flags: Mapping[str, Any]) -> None:
-    """Check `--rollout-sampling-seeds` (`use_seeds`) against the other sampling parameters and the server's flags."""
-    if use_seeds and params.get("min_p"):
-        raise EngineError(
-            f"--rollout-sampling min_p={params['min_p']} cannot be combined with --rollout-sampling-seeds, because "
-            "SGLang does not support min_p with seeds: omit min_p, or --rollout-sampling-seeds"
+                f"omit {name}, or --use-router",
+            ),
+            (
+                use_seeds and name == "min_p" and params[name],
+                f"--rollout-sampling min_p={params[name]} cannot be combined with --rollout-sampling-seeds, because "
+                "SGLang does not support min_p with seeds: omit min_p, or --rollout-sampling-seeds",
+            ),
+        ]
+    rules += [
+        (
+            not use_seeds and server_flags.get(name) not in (None, False),
+            f"{flag_name(name)} makes SGLang sample every request with the same seed, so all samples of a prompt would "
+            "be equal: add --rollout-sampling-seeds",
         )
-    flags = {name.replace("-", "_"): value for name, value in server_flags.items()}
-    for name in ("enable_deterministic_inference", "rl_on_policy_target"):
-        if flags.get(name) not in (None, False) and not use_seeds:
-            raise EngineError(
-                f"{flag_name(name)} makes SGLang sample every request with the same seed, so all "
-                "samples of a prompt would be equal: add --rollout-sampling-seeds"
-            )
+        for name in ("enable_deterministic_inference", "rl_on_policy_target")
+    ]
+    check_rules(rules, EngineError)
 
 
 def find_biasing_params(params: Mapping[str, Any]) -> list[str]:

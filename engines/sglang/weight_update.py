@@ -202,7 +202,7 @@ class WeightUpdate:
             self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
             if self.in_flight:
                 for url, (release, _) in self.facts.items():
-                    older_release.check_update_in_flight(url, release)
+                    older_release.check_release(older_release.STREAMING, release, url)
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._with_cache = [url for url in self.urls if control.has_kv_cache(versions[url])]
             self._without_cache = [url for url in self.urls if url not in self._with_cache]
@@ -281,8 +281,9 @@ class WeightUpdate:
 
     def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
         """Return the fields of a request that loads a bucket, but not into the draft layers of speculative decoding."""
-        is_older = self.facts[url][0] < older_release.CURRENT
-        only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
+        only_target: dict[str, Any] = {"selector": "target"}
+        if self.facts[url][0] < older_release.CURRENT:  # where a broadcast never reaches the draft layers
+            only_target = {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
         return {"load_format": "flattened_bucket", "flush_cache": last and url in self._flushed, **only_target}
 
     def _begin_sessions(self) -> None:
@@ -394,7 +395,8 @@ class AdapterUpdate(WeightUpdate):
         def load(url: str) -> None:
             release, size = self.facts[url]
             if release < older_release.CURRENT:
-                older_release.check_adapter(url, release, size, checksums)
+                if size > 1 or checksums:
+                    older_release.check_release(older_release.ADAPTERS, release, url)
                 payload: dict[str, Any] = {"serialized_tensors": flat.serialize(by_uuid=False)}
             else:
                 own = handles.get(url) or [flat.serialize() for _ in range(size)]

@@ -14,7 +14,6 @@ from penstock.engines import sources
 from penstock.engines.sglang.older_release import to_current_flag
 from penstock.engines.sglang.passthrough import (
     check_sampling,
-    check_sampling_seeds,
     check_sglang_args,
     find_biasing_params,
     sampling_parameter_names,
@@ -159,19 +158,20 @@ def test_sampling_names_of_an_older_release(tmp_path: Path) -> None:
     ],
 )
 def test_unsuitable_parameters_are_refused(name: str, hint: str) -> None:
-    check_sampling({"min_p": 0.1, "ignore_eos": True}, routed=True)
-    check_sampling({"logit_bias": {"1": 1.0}}, routed=False)
+    check_sampling({"min_p": 0.1, "ignore_eos": True}, False, {}, routed=True)
+    check_sampling({"logit_bias": {"1": 1.0}}, False, {}, routed=False)
     with pytest.raises(EngineError, match=f"--rollout-sampling {name} .*{re.escape(hint)}"):
-        check_sampling({name: 1}, routed=True)
+        check_sampling({name: 1}, False, {}, routed=True)
 
 
 def test_sampling_seeds_and_deterministic_engines_require_each_other() -> None:
-    check_sampling_seeds(True, {}, {"enable-deterministic-inference": True})
-    check_sampling_seeds(False, {"min_p": 0.1}, {})
+    deterministic = {"enable_deterministic_inference": True}
+    check_sampling({}, True, deterministic, routed=False)
+    check_sampling({"min_p": 0.1}, False, {}, routed=False)
     with pytest.raises(EngineError, match=r"--sglang-enable-deterministic-inference .*--rollout-sampling-seeds"):
-        check_sampling_seeds(False, {}, {"enable-deterministic-inference": True})
+        check_sampling({}, False, deterministic, routed=False)
     with pytest.raises(EngineError, match=r"min_p=0.1 .*--rollout-sampling-seeds"):
-        check_sampling_seeds(True, {"min_p": 0.1}, {})
+        check_sampling({"min_p": 0.1}, True, {}, routed=False)
 
 
 def test_biased_sampling_lists_only_parameters_that_change_the_distribution() -> None:
