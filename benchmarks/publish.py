@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
-from penstock.engines.serving.adapter_requests import BASE
+from penstock.engines.serving.endpoints import BASE
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.flags import parse_config

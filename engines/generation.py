@@ -103,7 +103,7 @@ class WeightUpload:
 class PublishedAdapter:
     """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
 
-    name: str  # name of the adapters in the engines, one for each policy version (`serving/adapter_requests.py`)
+    name: str  # name of the adapters in the engines, one for each policy version (`serving/endpoints.py`)
     config: Mapping[str, Any]  # content of PEFT's adapter_config.json
     num_tensors: int  # number of matrices
     compare: bool = False  # whether engines compare the checksum of every tensor that they receive

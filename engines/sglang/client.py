@@ -29,7 +29,7 @@ from penstock.engines.generation import (
     TokenCounts,
     WeightTransport,
 )
-from penstock.engines.serving import adapter_requests, endpoints
+from penstock.engines.serving import endpoints
 from penstock.engines.sglang import control, older_release
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.routed_experts import ExpertsFormat
@@ -192,13 +192,13 @@ class SGLangClient(EngineClient):
 
     def use_adapter(self, name: str) -> None:
         for url in self.urls:
-            adapter_requests.set_adapter(url, name)
+            endpoints.set_adapter(url, name)
         unload_other_adapters(self.urls, name)
 
     def unload_adapters(self) -> None:
         for url in self.urls:
-            if (name := adapter_requests.adapter_of(url)) is not None:
-                adapter_requests.set_adapter(url, None)
+            if (name := endpoints.adapter_of(url)) is not None:
+                endpoints.set_adapter(url, None)
                 unload_other_adapters([url], name, also_current=True, wait=True)
 
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
@@ -217,10 +217,10 @@ class SGLangClient(EngineClient):
     generates_tokens = staticmethod(control.generates_tokens)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
-        version, adapter = control.weight_version(url, timeout), adapter_requests.adapter_of(url)
+        version, adapter = control.weight_version(url, timeout), endpoints.adapter_of(url)
         if adapter is None or not control.has_kv_cache(version):
             return version
-        return adapter_requests.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
+        return endpoints.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
 
     def num_requests(self, url: str, timeout: float = 30) -> tuple[int, int] | None:
         try:
@@ -273,7 +273,7 @@ class SGLangClient(EngineClient):
         try:
             # The router chooses the engine later; any engine's adapter is right, because all have the same one. (In
             # streaming mode they may differ for a while, so --lora-publish adapter is refused there with a router.)
-            with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
+            with endpoints.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
                 own = {"rid": request} if adapter is None else {"rid": request, "lora_path": adapter}
                 # A router that accepts no new requests (None) may still answer this one; after a restart it has a
                 # new URL.
@@ -285,7 +285,7 @@ class SGLangClient(EngineClient):
         finally:
             self._load[url] -= n
             del self._running[request]
-        return answers, None if adapter is None else adapter_requests.version_of(adapter)
+        return answers, None if adapter is None else endpoints.version_of(adapter)
 
     async def _choose_engine(self, session: str | None) -> str | None:
         """Wait until an engine that is not in backoff is available, and return its URL; with a router, wait for the
@@ -353,9 +353,9 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
         try:
             with _unloading:
                 loaded = control.loaded_adapters(url)
-                others = adapter_requests.other_adapters(name, loaded) + [name] * (also_current and name in loaded)
+                others = endpoints.other_adapters(name, loaded) + [name] * (also_current and name in loaded)
                 for adapter in others:
-                    if not adapter_requests.is_requested(adapter) and adapter_requests.adapter_of(url) != adapter:
+                    if not endpoints.is_requested(adapter) and endpoints.adapter_of(url) != adapter:
                         # The server refuses new requests for the adapter at once, but answers only when no request uses
                         # it; until then it loads no other adapter.
                         control.call_server(url, "/unload_lora_adapter", {"lora_name": adapter}, UNLOAD_TIMEOUT)

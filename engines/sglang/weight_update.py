@@ -7,7 +7,7 @@ payload has a handle (CUDA IPC on a GPU, shared memory on CPU), and the server c
 trainer rank.
 
 SGLang loads adapters from shared memory or from a PEFT directory, but not from a broadcast. Generation continues while
-an adapter is loaded, because requests name their adapter (`serving/adapter_requests.py`).
+an adapter is loaded, because requests name their adapter (`serving/endpoints.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineGone, EngineRefused, PauseMode, PublishedAdapter
-from penstock.engines.serving.adapter_requests import BASE
+from penstock.engines.serving.endpoints import BASE
 from penstock.engines.sglang import control, older_release
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint

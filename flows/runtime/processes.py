@@ -21,8 +21,7 @@ from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.generation import EngineClient
 from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
 from penstock.engines.options import EngineOptions
-from penstock.engines.serving.adapter_requests import BASE
-from penstock.engines.serving.endpoints import engine_url
+from penstock.engines.serving.endpoints import BASE, engine_url
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.transfer import INITIAL

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.engines.generation import EngineRoute, WeightTransport, WeightUpload
-from penstock.engines.serving.adapter_requests import adapter_suffix
+from penstock.engines.serving.endpoints import adapter_suffix
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales

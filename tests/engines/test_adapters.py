@@ -20,8 +20,8 @@ from penstock.engines.lora import (
     served_tensors,
 )
 from penstock.engines.options import EngineOptions, ServedAdapters
-from penstock.engines.serving import adapter_requests
-from penstock.engines.serving.adapter_requests import BASE, adapter_suffix
+from penstock.engines.serving import endpoints
+from penstock.engines.serving.endpoints import BASE, adapter_suffix
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.checks import check_external_adapters, reason_against_adapters
@@ -41,7 +41,7 @@ SUFFIX = adapter_suffix("store run 1.0")
 @pytest.fixture(autouse=True)
 def no_adapters() -> Iterator[None]:
     yield
-    adapter_requests._current.clear()
+    endpoints._current.clear()
 
 
 class AdapterServer:
@@ -83,10 +83,10 @@ def publish(*servers: AdapterServer, version: str = "run/1", **transport: Any) -
 def test_names_contain_the_version_and_belong_to_one_driver_of_one_run() -> None:
     name, other = "run/12" + SUFFIX, "run/12" + adapter_suffix("store run 2.0")
     earlier = "run/11" + adapter_suffix("store run 1.0")  # of another driver of this run
-    assert adapter_requests.version_of(name) == "run/12"
+    assert endpoints.version_of(name) == "run/12"
     assert len({name, other, earlier.replace("/11@", "/12@")}) == 3
     loaded = [name, other, earlier, "run/3", "run-2/11@" + name.partition("@")[2], "run/13" + SUFFIX]
-    assert adapter_requests.other_adapters(name, [*loaded, "run/3" + SUFFIX]) == [earlier, "run/3" + SUFFIX]
+    assert endpoints.other_adapters(name, [*loaded, "run/3" + SUFFIX]) == [earlier, "run/3" + SUFFIX]
 
 
 def test_update_loads_without_a_pause_and_resumes_after_a_failure() -> None:
@@ -142,16 +142,14 @@ def test_adapters_are_unloaded_when_no_request_uses_them() -> None:
     foreign = "run/1" + adapter_suffix("other store")
     server.loaded = [foreign]
     first = publish(server)
-    with adapter_requests.requesting(server.url) as used:
+    with endpoints.requesting(server.url) as used:
         assert used == first
         second = publish(server, version="run/2")
         SGLangClient([server.url]).unload_adapters()
         assert server.loaded == [foreign, first], "unloaded while a request uses it"
     publish(server, version="run/2")
     SGLangClient([server.url]).unload_adapters()
-    assert (
-        server.loaded == [foreign] and adapter_requests.adapter_of(server.url) is None and second not in server.loaded
-    )
+    assert server.loaded == [foreign] and endpoints.adapter_of(server.url) is None and second not in server.loaded
 
 
 def test_restarted_engine_does_not_serve_the_policy() -> None:
@@ -173,14 +171,14 @@ def test_requests_name_the_adapter_and_record_its_version() -> None:
     async def use(urls: list[str]) -> list[Any]:
         async with SGLangClient(urls) as client:
             without = await client.generate([1], {})
-            adapter_requests.set_adapter(urls[0], "run/4" + SUFFIX)
+            endpoints.set_adapter(urls[0], "run/4" + SUFFIX)
             return [*without, *await client.generate([1], {}, n=2)]
 
     without, *with_adapter = with_servers([handler], use)
     assert without.weight_versions == [(BASE, 2)]
     assert [generation.weight_versions for generation in with_adapter] == [[("run/4", 2)]] * 2
     assert [body.get("lora_path") for body in bodies] == [None, "run/4" + SUFFIX, "run/4" + SUFFIX]
-    assert not adapter_requests.is_requested("run/4" + SUFFIX)
+    assert not endpoints.is_requested("run/4" + SUFFIX)
 
 
 def test_engines_compute_the_scale_of_rslora() -> None:

@@ -19,8 +19,8 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.generation import EngineRefused, Generation, PublishedAdapter, WeightTransport
 from penstock.engines.lora import PREFIX, LoraOptions, served_config, served_modules, served_tensors
 from penstock.engines.options import EngineOptions, ServedAdapters
-from penstock.engines.serving import adapter_requests
-from penstock.engines.serving.adapter_requests import BASE, adapter_suffix
+from penstock.engines.serving import endpoints
+from penstock.engines.serving.endpoints import BASE, adapter_suffix
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.backend import SGLangServer
@@ -49,7 +49,7 @@ def serve(model: Path, lora: LoraOptions, log_dir: Path) -> Iterator[str]:
     try:
         yield url
     finally:
-        adapter_requests.set_adapter(url, None)
+        endpoints.set_adapter(url, None)
         server.stop()
 
 
