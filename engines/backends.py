@@ -91,11 +91,6 @@ class EngineMemory:
         """Return the bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
         return max(0, self.static_bytes - self.weight_bytes)
 
-    @property
-    def num_kv_cache_tokens(self) -> int:
-        """Return the number of tokens that fit in the KV cache."""
-        return self.kv_cache_bytes // self.bytes_per_token
-
 
 class RequestRouter(AbstractContextManager["RequestRouter"], Protocol):
     """A load balancer in front of the engines: a context manager that starts and stops the router's process."""

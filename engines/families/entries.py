@@ -201,11 +201,9 @@ class ConfigEntries:
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
             both = f"{name} {to_short_json(self.values[name])} and {other} {to_short_json(self.values[other])}"
             self.refuse_contradiction(both)
-        value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
-        return self.check_value(name, value) if name in self.values or other in self.values else value
-
-    def check_value(self, name: str, value: Any) -> Any:
-        """Return `value` if it is valid for the entry `name`."""
+        if name not in self.values and other not in self.values:
+            return self.defaults.get(name)
+        value = self.values.get(name, self.values.get(other))
         needed, fits = self.types.get(name, ("", lambda value: True))
         if name in REQUIRED if value is None else not fits(value):
             self.refuse(f"{name} {to_short_json(value)}", f"but this entry must be {needed}", "correct config.json")

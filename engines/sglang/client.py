@@ -125,15 +125,20 @@ class SGLangClient(EngineClient):
             body["return_routed_experts"] = True
         if any(images):
             body["input_ids"] = [merge_image_tokens(*pair) for pair in zip(prompts, images, strict=True)]
-            files = {
-                image.data for own_images in images for image in own_images
-            }  # the samples of a group have equal images
+            # The samples of a group have equal images.
+            files = {image.data for own_images in images for image in own_images}
             encoded = {data: base64.b64encode(data).decode() for data in files}
             body["image_data"] = [[encoded[image.data] for image in own_images] for own_images in images]
 
         def parse(answer: dict[str, Any], prompt: list[int], adapter_version: str | None) -> Generation:
-            if "image_data" in body:
-                check_prompt_length(answer, len(prompt))
+            # They differ if the engine's image processor gives an image another size, or if the engine tokenized the
+            # text of the prompt again.
+            if "image_data" in body and (num_used := answer["meta_info"]["prompt_tokens"]) != len(prompt):
+                raise EngineError(
+                    f"an engine made {num_used} tokens of a prompt with images, which has {len(prompt)}: give engines "
+                    "that the run does not start the image processor settings of --hf-checkpoint, and do not set "
+                    "SGLANG_MM_AVOID_RETOKENIZE=0"
+                )
             generation = parse_generation(answer, self.experts, len(prompt), adapter_version)
             for version, _ in generation.weight_versions:
                 if version.startswith(control.UPDATING):
@@ -382,17 +387,6 @@ def merge_image_tokens(input_ids: list[int], images: Sequence[PromptImage]) -> l
         merged += input_ids[end : image.start + 1]
         end = image.start + image.num_tokens
     return merged + input_ids[end:]
-
-
-def check_prompt_length(answer: dict[str, Any], num_tokens: int) -> None:
-    """Check that the engine used as many prompt tokens as the trainer will. They differ if its image processor gives an
-    image another size, or if it tokenized the text of the prompt again."""
-    if (num_used := answer["meta_info"]["prompt_tokens"]) != num_tokens:
-        raise EngineError(
-            f"an engine made {num_used} tokens of a prompt with images, which has {num_tokens}: give engines "
-            "that the run does not start the image processor settings of --hf-checkpoint, and do not set "
-            "SGLANG_MM_AVOID_RETOKENIZE=0"
-        )
 
 
 def parse_scores(answer: dict[str, Any], input_ids: list[int], top_k: int = 0) -> Scores:

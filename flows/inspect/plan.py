@@ -110,7 +110,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig, shape: ModelShape) -> Non
     if plan.engine:
         engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
         per_engine = config.rollout.rollout_num_gpus_per_engine
-        tokens = f"{engine.num_kv_cache_tokens:,} tokens of {engine.bytes_per_token:,} bytes"
+        tokens = f"{engine.kv_cache_bytes // engine.bytes_per_token:,} tokens of {engine.bytes_per_token:,} bytes"
         rows += [
             ("engine, weights", format_gib(engine.weight_bytes), f"{per_engine} GPUs per engine"),
             ("engine, KV cache", format_gib(engine.kv_cache_bytes), tokens),

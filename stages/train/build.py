@@ -119,10 +119,11 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
         fp32_head=config.fp32_lm_head,
         deterministic=config.deterministic_mode,
     )
+    own = {"lr": config.critic_lr, "lr_warmup_iters": config.critic_lr_warmup_iters}
     critic = replace(
         policy,
         role="value",
-        optimizer=config.critic_optimizer_options,
+        optimizer=policy.optimizer | {name: value for name, value in own.items() if value is not None},
         freeze=None,
         only_train=None,
         lora=None,

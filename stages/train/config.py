@@ -182,12 +182,6 @@ class TrainConfig(AlgorithmConfig):
         return self.model_dump(include=OPTIMIZER_FIELDS)
 
     @property
-    def critic_optimizer_options(self) -> dict[str, Any]:
-        """Optimizer options of the critic: those of the policy, with --critic-lr and --critic-lr-warmup-iters."""
-        own = {"lr": self.critic_lr, "lr_warmup_iters": self.critic_lr_warmup_iters}
-        return self.optimizer_options | {name: value for name, value in own.items() if value is not None}
-
-    @property
     def fills_microbatches_by_tokens(self) -> bool:
         """True if micro-batches are filled up to a number of tokens, False if they hold a fixed number of samples."""
         return self.micro_batch_size is None if self.use_dynamic_batch_size is None else self.use_dynamic_batch_size

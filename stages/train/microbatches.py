@@ -180,18 +180,14 @@ def filled_microbatches(lengths: Sequence[int], capacity: int, multiple_of: int)
         if heaviest is None:
             bins.append([])
         else:
-            bins[bins.index(heaviest) : bins.index(heaviest) + 1] = _split_in_half(heaviest, lengths)
+            halves: list[list[int]] = [[], []]
+            sizes = [0, 0]
+            for index in sorted(heaviest, key=lambda i: -lengths[i]):  # longest first, into the lighter half
+                lighter = int(sizes[1] < sizes[0])
+                halves[lighter].append(index)
+                sizes[lighter] += lengths[index]
+            bins[bins.index(heaviest) : bins.index(heaviest) + 1] = map(sorted, halves)
     return bins
-
-
-def _split_in_half(samples: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    halves: list[list[int]] = [[], []]
-    weights = [0, 0]
-    for index in sorted(samples, key=lambda i: -lengths[i]):  # longest first, into the lighter half
-        lighter = int(weights[1] < weights[0])
-        halves[lighter].append(index)
-        weights[lighter] += lengths[index]
-    return [sorted(half) for half in halves]
 
 
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:

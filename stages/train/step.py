@@ -144,7 +144,11 @@ def train_models(
     per_step: list[Metrics] = [{} for _ in steps]
     if models.critic is not None:
         with clock("critic"):
-            critic_steps = run_optimizer_steps(models.critic, steps, partial(critic_microbatch_loss, config=config))
+            critic_steps = run_optimizer_steps(
+                models.critic,
+                steps,
+                lambda hidden, head, packed, fields: value_loss(critic_values(hidden, head, packed), fields, config),
+            )
         per_step = [
             {name.replace("train/", "train/critic-"): value for name, value in step.items()} for step in critic_steps
         ]
@@ -401,13 +405,6 @@ def policy_microbatch_loss(
         before, now = values[packed.ordinal], computed[name].detach().to(values.dtype)
         values[packed.ordinal] = torch.where(before == 0, now, before)
     return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
-
-
-def critic_microbatch_loss(
-    hidden: Tensor, head: LMHead, packed: PackedMicrobatch, fields: TokenFields, *, config: TrainConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the value loss [n] and metrics ([n] each) of a micro-batch, computed from the critic's hidden states."""
-    return value_loss(critic_values(hidden, head, packed), fields, config)
 
 
 def run_optimizer_steps(

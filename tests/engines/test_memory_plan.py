@@ -182,14 +182,14 @@ def test_engine_memory_of_known_models() -> None:
     engine = engine_plan("qwen3-0.6B", 1, mem_fraction_static=0.3)
     assert engine.bytes_per_token == 28 * 2 * 8 * 128 * 2 and engine.static_bytes == 24 * GIB
     assert engine.weight_bytes == 2 * REAL_MODELS["qwen3-0.6B"].shape.num_parameters
-    assert engine.num_kv_cache_tokens == (engine.static_bytes - engine.weight_bytes) // engine.bytes_per_token
+    assert engine.kv_cache_bytes == engine.static_bytes - engine.weight_bytes
     assert engine_plan("deepseek-v3", 16).bytes_per_token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
     eight, four = engine_plan("qwen3-30B-A3B", 8), engine_plan("qwen3-30B-A3B", 4)  # 4 key-value heads
     assert eight.bytes_per_token == four.bytes_per_token and eight.weight_bytes > four.weight_bytes / 2
     plain, cache = engine_plan("qwen3-8B", 1), engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3")
     assert cache.bytes_per_token * 2 == plain.bytes_per_token
     assert engine_plan("qwen3-8B", 1, quantization="fp8").weight_bytes * 2 == plain.weight_bytes
-    assert engine_plan("deepseek-v3", 1).num_kv_cache_tokens == 0
+    assert engine_plan("deepseek-v3", 1).kv_cache_bytes == 0
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, "x", True])

@@ -243,18 +243,17 @@ def insert_images(hidden: Tensor, tower: VisionTower, stream: PackedStream) -> T
     if images is None:
         if not trained:
             return hidden
-        images = blank_image(tower.shape, hidden.device)
+        vision = tower.shape
+        pixel_values, grid = (
+            torch.zeros(vision.merge_size**2, vision.patch_dim),
+            [1, vision.merge_size, vision.merge_size],
+        )
+        no_rows = torch.empty(0, dtype=torch.long, device=hidden.device)
+        images = StreamImages(pixel_values, [grid], no_rows, slice(0, 0))
     stream.images = images = replace(images)  # the features of this pass are freed with it
     with torch.set_grad_enabled(trained):
         features = tower(images.pixel_values, images.grids, stream.kernel)
     return _InsertImages.apply(hidden, images, *(feature[images.part] for feature in features))
-
-
-def blank_image(vision: Vision, device: torch.device) -> StreamImages:
-    """Return an image of one token whose output is not used."""
-    pixel_values = torch.zeros(vision.merge_size**2, vision.patch_dim)
-    grid = [1, vision.merge_size, vision.merge_size]
-    return StreamImages(pixel_values, [grid], torch.empty(0, dtype=torch.long, device=device), slice(0, 0))
 
 
 class _InsertImages(torch.autograd.Function):
