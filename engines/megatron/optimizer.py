@@ -64,7 +64,6 @@ from penstock.engines.families.tensor_rows import VISION
 from penstock.engines.megatron.memory_plan import CHUNK_NUMEL
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
-from penstock.storage.errors import OptionError
 
 ADAM = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -199,14 +198,8 @@ def load_moments_and_steps(optimizer: MegatronOptimizer, state: dict[str, Any]) 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> OptimizerParamScheduler:
     """Return the learning-rate scheduler: linear warm-up from 0, then a constant rate, or linear or cosine decay."""
-    style, warmup, decay = options["lr_decay_style"], options["lr_warmup_iters"], options.get("lr_decay_iters")
-    if style == "constant":
-        decay = warmup + 1  # not used
-    elif decay is None or decay <= warmup:
-        raise OptionError(
-            f"--lr-decay-style {style} needs --lr-decay-iters greater than the {warmup} warm-up steps, but found "
-            f"{decay}: set it to a number above {warmup}"
-        )
+    style, warmup = options["lr_decay_style"], options["lr_warmup_iters"]
+    decay = warmup + 1 if style == "constant" else options["lr_decay_iters"]  # a constant rate does not use it
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

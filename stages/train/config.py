@@ -12,7 +12,7 @@ from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.storage.config import option
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 OPTIMIZER_FIELDS = {
     *("lr", "vision_lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
@@ -259,14 +259,19 @@ class TrainConfig(AlgorithmConfig):
                 )
             warmup_iters = num_steps
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr, "--vision-lr": self.vision_lr}
-        for name, rate in rates.items():
-            if rate is not None and self.min_lr > rate:
-                raise OptionError(f"--min-lr {self.min_lr:g} is above {name} {rate:g}: lower --min-lr")
         warmups = {"--lr-warmup-iters": warmup_iters, "--critic-lr-warmup-iters": self.critic_lr_warmup_iters}
-        for name, warmup in warmups.items():
-            if self.lr_decay_style != "constant" and (warmup or 0) >= (decay or 0):
-                raise OptionError(
-                    f"--lr-decay-iters {decay} includes the warm-up and must be above {name} {warmup}: "
-                    "raise --lr-decay-iters"
-                )
+        rules: list[tuple[object, str]] = [
+            (self.min_lr > rate, f"--min-lr {self.min_lr:g} is above {name} {rate:g}: lower --min-lr")
+            for name, rate in rates.items()
+            if rate is not None
+        ]
+        rules += [
+            (
+                self.lr_decay_style != "constant" and (warmup or 0) >= (decay or 0),
+                f"--lr-decay-iters {decay} includes the warm-up and must be above {name} {warmup}: "
+                "raise --lr-decay-iters",
+            )
+            for name, warmup in warmups.items()
+        ]
+        check_rules(rules)
         return {"lr_decay_iters": decay, "lr_warmup_iters": warmup_iters}

@@ -81,7 +81,7 @@ class Recomputed(NamedTuple):
 def recompute(stored: StoredRound) -> Recomputed:
     """Recompute the advantages of a round and the loss of its optimizer steps, as far as they are stored."""
     batch, config, values = stored.batch, stored.config, dict(stored.tokens)
-    steps = samples_of_steps(batch, config)
+    steps = samples_of_steps(batch.trajectory_index, config)
     step_of_sample = torch.zeros(len(batch.lengths), dtype=torch.int64)
     for step, rows in enumerate(steps):
         step_of_sample[torch.from_numpy(rows)] = step

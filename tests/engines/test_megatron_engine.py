@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel
 from penstock.storage.disk import hash_file
-from penstock.storage.errors import LayoutError, ModelError, OptionError
+from penstock.storage.errors import LayoutError, ModelError
 from tests.engines.megatron_reference import (
     LENGTHS,
     OPTIMIZER,
@@ -190,11 +190,6 @@ def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
     expected = train(engine, range(3))
     engine.load(tmp_path)
     assert train(engine, range(3)) == expected
-
-
-def test_decay_without_its_length_is_refused() -> None:
-    with pytest.raises(OptionError, match="--lr-decay-iters"):
-        make_engine(optimizer={**OPTIMIZER, "lr_decay_style": "cosine"})
 
 
 def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:

@@ -11,11 +11,12 @@ import torch
 
 from penstock.engines.families.shape import Vision
 from penstock.stages.train.batching import Batch, pack, train_flops
+from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.microbatches import (
     balanced_shares,
     filled_microbatches,
     fixed_microbatches,
-    split_into_steps,
+    samples_of_steps,
 )
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.sample import Sample, to_table
@@ -78,11 +79,17 @@ def test_first_token_of_a_sample_is_never_trained() -> None:
 
 def test_optimizer_steps_keep_siblings_together_and_refuse_a_remainder() -> None:
     trajectories = np.array([0, 1, 0, 2, 3, 3, 1])
-    assert [step.tolist() for step in split_into_steps(trajectories, 2)] == [[0, 1, 2, 6], [3, 4, 5]]
-    with pytest.raises(OptionError, match=r"--global-batch-size 3 .* 4 trajectories"):
-        split_into_steps(trajectories, 3)
-    with pytest.raises(OptionError, match="0 trajectories"):
-        split_into_steps(trajectories[:0], 3)
+    for options in ({"global_batch_size": 2}, {"num_steps_per_rollout": 2}):
+        steps = samples_of_steps(trajectories, TrainConfig(**options))
+        assert [step.tolist() for step in steps] == [[0, 1, 2, 6], [3, 4, 5]]
+    for name, flag in (
+        ("global_batch_size", "--global-batch-size"),
+        ("num_steps_per_rollout", "--num-steps-per-rollout"),
+    ):
+        with pytest.raises(OptionError, match=f"{flag} 3 .* 4 trajectories"):
+            samples_of_steps(trajectories, TrainConfig(**{name: 3}))
+        with pytest.raises(OptionError, match="0 trajectories"):
+            samples_of_steps(trajectories[:0], TrainConfig(**{name: 3}))
 
 
 @pytest.mark.parametrize("seed", range(20))
