@@ -122,16 +122,19 @@ def check_pipeline(
     extra = sum(bool(options.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
     ends = [(flag, size) for flag, size in ((FIRST_STAGE_FLAG, first), (LAST_STAGE_FLAG, last)) if size is not None]
     flags = " ".join(f"{flag} {size}" for flag, size in ends)
-    if ends and pipeline == 1:
-        raise LayoutError(
-            f"{flags} needs at least two pipeline stages: omit the option or raise --pipeline-model-parallel-size"
-        )
-    if ends and (extra or any(type(size) is not int or size < 1 for _, size in ends)):
-        raise LayoutError(
+    rules = (
+        (
+            ends and pipeline == 1,
+            f"{flags} needs at least two pipeline stages: omit the option or raise --pipeline-model-parallel-size",
+        ),
+        (
+            ends and (extra or any(type(size) is not int or size < 1 for _, size in ends)),
             f"{flags} needs positive whole numbers and cannot be combined with "
             "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: correct the numbers "
-            "or drop one of these options"
-        )
+            "or drop one of these options",
+        ),
+    )
+    check_rules(rules, LayoutError)
     stages = split_layers(shape.num_layers + extra, pipeline, first, last)
     if stages is None or any(layers % (virtual or 1) for layers in stages):
         sizes = f"--pipeline-model-parallel-size {pipeline}"

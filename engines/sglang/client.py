@@ -30,7 +30,7 @@ from penstock.engines.generation import (
     WeightTransport,
 )
 from penstock.engines.serving import endpoints
-from penstock.engines.sglang import control, older_release
+from penstock.engines.sglang import control
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -429,11 +429,9 @@ def parse_generation(
     assert token_ids == list(answer.get("output_ids") or []), (
         f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
     )
-    spans: list[dict[str, Any]]
-    if adapter_version is not None:
-        spans = [{"version": adapter_version, "start": 0, "end": len(token_ids)}]
-    else:
-        spans = meta.get("weight_versions") or older_release.weight_versions(meta, len(token_ids))
+    spans: list[dict[str, Any]] = meta.get("weight_versions", []) if adapter_version is None else []
+    if not spans:  # SGLang before 0.5.21 reports only the version of the last token
+        spans = [{"version": adapter_version or meta["weight_version"], "start": 0, "end": len(token_ids)}]
     reason = (meta.get("finish_reason") or {}).get("type")
     assert reason in ("stop", "length", "abort"), f"SGLang returned the unknown finish reason {reason!r}"
     routed_experts = None

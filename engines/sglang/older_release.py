@@ -1,14 +1,14 @@
-"""Everything that Penstock does only for SGLang releases before 0.5.21: 0.5.15.post1, which some GPU images contain.
+"""What Penstock does only for SGLang releases before 0.5.21: 0.5.15.post1, which some GPU images contain.
 
-To require 0.5.21, delete this file and the calls of its functions. (launch.py cannot import this file; it skips two of
-its patches if SGLang does not have the modules to patch.)
+To require 0.5.21, delete this file and its uses. A release below `CURRENT` also gets other requests from
+weight_update.py, and `parse_generation` reads its responses. launch.py cannot import this file; it skips two of its
+patches if SGLang does not have the modules to patch.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -90,11 +90,3 @@ def reason_against_adapters(gpus_per_engine: int, *, compare: bool) -> str | Non
         if compare:
             return "SGLang before 0.5.21 does not compare adapters (--check-weight-update-equal)"
     return None
-
-
-# ---- requests and responses ------------------------------------------------------------------------------------------
-
-
-def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
-    """Return one span that covers all tokens of a response, which reports only the weight version of its last token."""
-    return [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
