@@ -19,12 +19,13 @@ OLDEST: Release = (0, 5, 15)  # the first release with the route /model_info
 CURRENT: Release = (0, 5, 21)  # servers before it need the functions of this file
 # Entries of `checks.LIMITS` (largest batches with a CUDA graph) that differ in the older release.
 GRAPH_LIMITS = {35: (24, 80)}
-STREAMING, VISION, ADAPTERS = "--async-mode streaming", "--no-freeze-vision", "--lora-publish adapter on these engines"
+STREAMING, VISION = "--async-mode streaming", "--no-freeze-vision"
+ADAPTERS = "--lora-publish adapter with several GPUs per engine or --check-weight-update-equal"
 # Option that needs 0.5.21 -> what earlier releases do, and what to do instead.
 NEEDS_CURRENT = {
     STREAMING: ("do not report the weight version of each token", "use --async-mode ahead"),
     VISION: ("use the embeddings of images again after a weight update", "omit the option"),
-    ADAPTERS: ("load adapters only on one GPU per engine and without checksums", "use --lora-publish merged"),
+    ADAPTERS: ("load adapters only on one GPU and do not compare checksums", "use --lora-publish merged"),
 }
 # Flags of the older release -> the flag and value that replace them (... stands for the value that was given).
 RENAMED: dict[str, tuple[str, Any]] = {

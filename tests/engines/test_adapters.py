@@ -106,7 +106,7 @@ def test_release_before_payloads_per_rank_gets_one_payload() -> None:
     publish(server)
     assert isinstance(server.bodies[0]["serialized_tensors"], str)
     assert "serialized_named_tensors" not in server.bodies[0]
-    with pytest.raises(EngineError, match=r"without comparing checksums: use 0\.5\.21"):
+    with pytest.raises(EngineError, match=r"needs SGLang 0\.5\.21 .* do not compare checksums, .* SGLang 0\.5\.15:"):
         publish(server, version="run/2", compare=True)
 
 
