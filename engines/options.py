@@ -72,6 +72,12 @@ class EngineOptions:
         return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
 
     @property
+    def sends_vision_once(self) -> bool:
+        """Return whether engines keep the frozen vision tower that they got with their first weight update: unless
+        they release their memory, or their weights are overwritten for a comparison."""
+        return self.vision == "frozen" and not self.offload and not self.compares
+
+    @property
     def first_gpu(self) -> int:
         """Return the index of the engines' first GPU: 0 if they share the trainer's GPUs, else the first after them."""
         return 0 if self.num_gpus is None else self.trainer_gpus

@@ -211,11 +211,8 @@ class PolicyPublisher:
                 compare=config.run.check_weight_update_equal,
             )
             transport = replace(transport, adapter=adapter)
-        routes, options = transport.routes.items(), processes.setup.options
-        # Engines keep the frozen vision tower that they got with their first weight update, unless they release their
-        # memory, or their weights are overwritten for a comparison.
-        keeps_vision = options.vision == "frozen" and not options.offload and not options.compares
-        if keeps_vision and all(route.incarnation for _, route in routes):
+        routes = transport.routes.items()
+        if processes.setup.options.sends_vision_once and all(route.incarnation for _, route in routes):
             transport = replace(transport, without_vision=routes <= self._have_vision)
         if directory is not None:
             return transport
