@@ -80,16 +80,16 @@ def test_first_token_of_a_sample_is_never_trained() -> None:
 def test_optimizer_steps_keep_siblings_together_and_refuse_a_remainder() -> None:
     trajectories = np.array([0, 1, 0, 2, 3, 3, 1])
     for options in ({"global_batch_size": 2}, {"num_steps_per_rollout": 2}):
-        steps = samples_of_steps(trajectories, TrainConfig(**options))
+        steps = samples_of_steps(trajectories, TrainConfig.model_validate(options))
         assert [step.tolist() for step in steps] == [[0, 1, 2, 6], [3, 4, 5]]
     for name, flag in (
         ("global_batch_size", "--global-batch-size"),
         ("num_steps_per_rollout", "--num-steps-per-rollout"),
     ):
         with pytest.raises(OptionError, match=f"{flag} 3 .* 4 trajectories"):
-            samples_of_steps(trajectories, TrainConfig(**{name: 3}))
+            samples_of_steps(trajectories, TrainConfig.model_validate({name: 3}))
         with pytest.raises(OptionError, match="0 trajectories"):
-            samples_of_steps(trajectories[:0], TrainConfig(**{name: 3}))
+            samples_of_steps(trajectories[:0], TrainConfig.model_validate({name: 3}))
 
 
 @pytest.mark.parametrize("seed", range(20))
