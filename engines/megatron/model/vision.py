@@ -243,13 +243,10 @@ def insert_images(hidden: Tensor, tower: VisionTower, stream: PackedStream) -> T
     if images is None:
         if not trained:
             return hidden
-        vision = tower.shape
-        pixel_values, grid = (
-            torch.zeros(vision.merge_size**2, vision.patch_dim),
-            [1, vision.merge_size, vision.merge_size],
-        )
+        merge = tower.shape.merge_size
+        patches = torch.zeros(merge**2, tower.shape.patch_dim)
         no_rows = torch.empty(0, dtype=torch.long, device=hidden.device)
-        images = StreamImages(pixel_values, [grid], no_rows, slice(0, 0))
+        images = StreamImages(patches, [[1, merge, merge]], no_rows, slice(0, 0))
     stream.images = images = replace(images)  # the features of this pass are freed with it
     with torch.set_grad_enabled(trained):
         features = tower(images.pixel_values, images.grids, stream.kernel)
