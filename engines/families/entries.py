@@ -201,9 +201,9 @@ class ConfigEntries:
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
             both = f"{name} {to_short_json(self.values[name])} and {other} {to_short_json(self.values[other])}"
             self.refuse_contradiction(both)
+        value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
         if name not in self.values and other not in self.values:
-            return self.defaults.get(name)
-        value = self.values.get(name, self.values.get(other))
+            return value
         needed, fits = self.types.get(name, ("", lambda value: True))
         if name in REQUIRED if value is None else not fits(value):
             self.refuse(f"{name} {to_short_json(value)}", f"but this entry must be {needed}", "correct config.json")

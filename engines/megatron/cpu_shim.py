@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from penstock.engines.megatron.compat import MEGATRON_VERSION, patch_module
+from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_module
 from penstock.engines.sources import parse_source
 
 if torch.cuda.is_available():

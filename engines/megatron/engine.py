@@ -22,11 +22,11 @@ import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
 
-from penstock.engines.megatron.compat import MEGATRON_VERSION, has_transformer_engine
 from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
 from penstock.engines.megatron.model.transformer_config import FA4, choose_attention_kernel, torch_attention_kernel
 from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream, place_images
 from penstock.engines.megatron.parallel import device, device_name, peak_flops
+from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel

@@ -8,7 +8,7 @@ do not depend on the GPU's number of processors, and repeat bit for bit.
 The other kernels compute SwiGLU, silu(gate) * up, and its gradient. Megatron compiles both with torch. Its gradient
 computes both halves of the result for every element and takes twice as long as reading and writing its bytes (H200;
 `benchmarks/gpu/step.py --profile`); calling its compiled forward pass takes the host twice as long as launching a
-kernel (H100). The functions here replace functions of `megatron.core.fusions.fused_bias_swiglu` (`compat.py`), and
+kernel (H100). The functions here replace functions of `megatron.core.fusions.fused_bias_swiglu` (`patches.py`), and
 have the names and arguments of these.
 """
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.megatron.compat import import_megatron, l2_norm, scale
+from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.model.norm_and_rope import apply_rope, apply_rope_unfused
+from penstock.engines.megatron.patches import l2_norm, scale
 from tests.engines.megatron_reference import FULL, PACKS, SHAPE, UNTIED, Pack, make_engine
 from tests.triton_interpreter import run_in_interpreter
 
