@@ -212,7 +212,7 @@ class PolicyPublisher:
             )
             transport = replace(transport, adapter=adapter)
         routes = transport.routes.items()
-        if processes.setup.options.sends_vision_once and all(route.incarnation for _, route in routes):
+        if processes.engine_options.sends_vision_once and all(route.incarnation for _, route in routes):
             transport = replace(transport, without_vision=routes <= self._have_vision)
         if directory is not None:
             return transport
