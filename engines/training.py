@@ -133,6 +133,7 @@ class EngineBuild:
     lora: LoraOptions | None = None  # adapters, which are then the only trained parameters
     fp32_head: bool = False  # --fp32-lm-head
     deterministic: bool = False  # use deterministic kernels, and fail at operations without one
+    offloads: bool = False  # `offload` will move all state: allocate its host memory from the start, in the background
 
 
 class TrainEngine(ABC):

@@ -104,6 +104,8 @@ class MegatronEngine(TrainEngine):
             shape, self.layout, build.role, self.chunks, self.optimizer, self.scheduler, adapter_seed
         )
         self._memory = DeviceMemory(build.role, self.wrapped, self.optimizer)
+        if build.offloads:
+            self._memory.start_allocation()
 
         # Megatron's pipeline schedules read these functions from the model's configuration.
         self.config.grad_scale_func = self.optimizer.scale_loss

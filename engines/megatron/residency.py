@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import torch
@@ -33,9 +34,21 @@ class DeviceMemory:
         self._buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # frozen parameters are not in Megatron's parameter buffers, which have only trained parameters
         self._frozen = [param for chunk in wrapped for param in chunk.parameters() if not param.requires_grad]
-        self._host: dict[StateKind, list[Tensor]] = {}  # buffers, uint8: allocated at the first offload and kept
+        self._host: dict[StateKind, list[Tensor]] = {}  # buffers, uint8: kept from the first offload on
+        self._allocations: dict[StateKind, Future[list[Tensor]]] = {}  # buffers that `start_allocation` allocates
         self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # (emptied storage, its size in bytes)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def start_allocation(self) -> None:
+        """Allocate the host memory for `offload` in a thread, and return at once: page faults and pinning take seconds
+        for gigabytes, but hold neither the GIL nor the device. If it fails, the first offload raises the thread's
+        error. A process that ends meanwhile waits for the thread."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="allocate host memory")
+        kinds: tuple[StateKind, ...] = ("optimizer", "weights")  # in the order of their first offload
+        for kind in kinds:
+            num_bytes = sum(storage.nbytes() for storage in self._storages(kind))
+            self._allocations[kind] = executor.submit(_allocate_buffers, num_bytes)
+        executor.shutdown(wait=False)
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory; the content of gradients is discarded. Return the duration and
@@ -126,12 +139,10 @@ class DeviceMemory:
         """Yield the bytes of the storages, in order, paired with the host memory to which they are copied: (device,
         host), both uint8 [n]. A storage may span several host buffers and is then yielded in pieces."""
         num_bytes, offset = sum(size for _, size in storages), 0
+        if (allocation := self._allocations.pop(kind, None)) is not None:
+            self._host[kind] = allocation.result()
         if sum(map(len, self._host.setdefault(kind, []))) != num_bytes:
-            pinned = torch.cuda.is_available()
-            self._host[kind] = [
-                torch.empty(min(BUFFER_BYTES, num_bytes - start), dtype=torch.uint8, pin_memory=pinned)
-                for start in range(0, num_bytes, BUFFER_BYTES)
-            ]
+            self._host[kind] = _allocate_buffers(num_bytes)
         for storage, _ in storages:
             rest = _view_as_bytes(storage)
             while len(rest):
@@ -139,6 +150,15 @@ class DeviceMemory:
                 count = min(len(place), len(rest))
                 yield rest[:count], place[:count]
                 rest, offset = rest[count:], offset + count
+
+
+def _allocate_buffers(num_bytes: int) -> list[Tensor]:
+    """Return buffers of `num_bytes` in total in host memory, uint8, pinned if there is a GPU."""
+    pinned = torch.cuda.is_available()
+    return [
+        torch.empty(min(BUFFER_BYTES, num_bytes - start), dtype=torch.uint8, pin_memory=pinned)
+        for start in range(0, num_bytes, BUFFER_BYTES)
+    ]
 
 
 def _view_as_bytes(storage: UntypedStorage) -> Tensor:

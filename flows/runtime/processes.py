@@ -113,7 +113,8 @@ class Processes:
         with self._starting:
             cluster = self.cluster  # first, because a new cluster resets the trainer
             if self.started_trainer is None:
-                self.started_trainer = self.new_trainer(cluster, self.run.config)
+                offloads = self.run.config.run.offloads_trainer and "rollout" in self.pools  # engines will generate
+                self.started_trainer = self.new_trainer(cluster, self.run.config, offloads=offloads)
             return self.started_trainer
 
     def restore_trainer_at(self, version: int) -> TrainerGroup:
@@ -153,8 +154,8 @@ class Processes:
         finally:
             trainer.kill()
 
-    def new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
-        """Return a new trainer, whose processes start on first use."""
+    def new_trainer(self, cluster: Cluster, config: PostTrainConfig, *, offloads: bool = False) -> TrainerGroup:
+        """Return a new trainer, whose processes start on first use. `offloads`: see `TrainerGroup`."""
         spec = TrainerSpec(
             run=self.run.keys.run,
             shape=self.shape,
@@ -166,7 +167,7 @@ class Processes:
             network_interface=self.run.config.run.network_interface,
             diagnostics=config.debug.diagnostics,
         )
-        return TrainerGroup(cluster, spec, before_onload=self.release_engines)
+        return TrainerGroup(cluster, spec, before_onload=self.release_engines, offloads=offloads)
 
     # ---- the engines -------------------------------------------------------------------------------------------------
 

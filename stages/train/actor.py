@@ -124,8 +124,10 @@ class TrainActor:
         if self.spec.config.loss_type != "sft_loss":
             self._engines.prepare_weight_updates()
 
-    def connect_and_build(self, init_method: str) -> None:
-        """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
+    def connect_and_build(self, init_method: str, offloads: bool = False) -> None:
+        """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights.
+        `offloads`: whether calls of `offload` will follow, for which host memory is then allocated in the
+        background."""
         from penstock.engines.network import interface_of, node_address
         from penstock.stages.train.build import build_models
 
@@ -140,7 +142,7 @@ class TrainActor:
         layout = config.parallel_layout
         train_backend().init_ranks(*ranks, listener or init_method, layout, self.build.threads, timeout)
         self.diagnostics.start_recording_memory()
-        self.models: Models = build_models(self.spec.shape, config)
+        self.models: Models = build_models(self.spec.shape, config, offloads=offloads)
         gc.freeze()  # excludes modules and models from the garbage collections that engines run at every save and load
         self._joined = True
 

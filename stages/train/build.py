@@ -103,8 +103,9 @@ class Models:
         return [switch for switch in switches if switch is not None]
 
 
-def build_models(shape: ModelShape, config: TrainConfig) -> Models:
-    """Build the policy and, if the algorithm uses one, the critic, with random weights, on initialized ranks."""
+def build_models(shape: ModelShape, config: TrainConfig, *, offloads: bool = False) -> Models:
+    """Build the policy and, if the algorithm uses one, the critic, with random weights, on initialized ranks.
+    `offloads`: see `EngineBuild`."""
     policy = EngineBuild(
         shape,
         dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
@@ -118,6 +119,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
         lora=config.lora,
         fp32_head=config.fp32_lm_head,
         deterministic=config.deterministic_mode,
+        offloads=offloads,
     )
     own = {"lr": config.critic_lr, "lr_warmup_iters": config.critic_lr_warmup_iters}
     critic = replace(

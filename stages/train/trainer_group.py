@@ -59,13 +59,21 @@ class TrainerGroup:
         spec: models and options of the ranks.
         before_onload: frees the device memory of other processes on the same devices. Called, with `lock` held, before
             ranks build models or run a method of `FREES_ENGINES_MEMORY`.
+        offloads: whether `offload` will be called. New ranks then allocate the host memory for it while they load
+            weights, so that the first offload does not wait for the allocation.
     """
 
-    def __init__(self, cluster: Cluster, spec: TrainerSpec, before_onload: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        spec: TrainerSpec,
+        before_onload: Callable[[], None] = lambda: None,
+        offloads: bool = False,
+    ) -> None:
         self.cluster = cluster
         self.spec = spec
         self.lock = threading.RLock()
-        self.before_onload = before_onload
+        self.before_onload, self.offloads = before_onload, offloads
         self._owner = uuid.uuid4().hex
         self._actors: list[Any] = []
         self._built = False  # whether the ranks in `_actors` have models
@@ -114,7 +122,7 @@ class TrainerGroup:
             check_store_is_shared(store, lambda path: self._call("path_exists", path), nodes)
             self.before_onload()
             [rendezvous] = self._call("open_rendezvous", len(set(nodes)) == 1, ranks=1)
-            self._call("connect_and_build", rendezvous)
+            self._call("connect_and_build", rendezvous, self.offloads)
             self._built = True
 
     def kill(self, actors: list[Any] | None = None) -> None:

@@ -1,5 +1,6 @@
 """State that moves to host memory and back: its device memory is really freed, and no bit of the results changes."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.training import STATE_KINDS, StateKind
+from tests.engines import megatron_reference
 from tests.engines.megatron_reference import MIXTURE, SHAPE, train
 from tests.engines.test_megatron_optimizer import OFFLOAD, make_engine
 
@@ -130,3 +132,53 @@ def test_methods_refuse_offloaded_state(tmp_path: Path) -> None:
     for read in (engine.digest, engine.gather_weights, engine.snapshot_weights, lambda: engine.save(tmp_path, None)):
         with pytest.raises(AssertionError, match="weights"):
             read()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("overrides", [{}, {**OFFLOAD, "optimizer_offload_fraction": 0.4}], ids=["", "state on host"])
+def test_offloads_use_the_buffers_that_a_thread_allocated(
+    dtype: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a load, which replaces the moments' tensors. Nothing else is allocated, before or later."""
+    from penstock.engines.megatron import residency
+
+    allocate, allocated = residency._allocate_buffers, list[tuple[int, threading.Thread]]()
+
+    def record(num_bytes: int) -> list[Tensor]:
+        allocated.append((num_bytes, threading.current_thread()))
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(residency, "BUFFER_BYTES", 10_000)
+    monkeypatch.setattr(residency, "_allocate_buffers", record)
+    plain = make_engine(MIXTURE, dtype, **overrides)
+    expected = train(plain, range(2))
+    plain.save(tmp_path, {})
+    assert not allocated, "an engine that may never be offloaded allocates nothing"
+
+    options = {"init_method_std": 0.15, **overrides}
+    moved = megatron_reference.make_engine(MIXTURE, options, dtype=dtype, offloads=True)
+    moved.load(tmp_path)
+    for _ in range(2):
+        moved.offload([OPTIMIZER, GRADIENTS])
+        moved.offload(STATE_KINDS)
+        moved.onload(STATE_KINDS)
+    assert (moved.digest(), moved.optimizer_state_digest()) == expected[2:]
+    on_host: dict[StateKind, list[Tensor]] = moved._memory._host
+    assert [size for size, _ in allocated] == [sum(map(len, on_host[kind])) for kind in (OPTIMIZER, WEIGHTS)]
+    assert all(thread is not threading.current_thread() for _, thread in allocated)
+    if torch.cuda.is_available():
+        assert all(buffer.is_pinned() for buffers in on_host.values() for buffer in buffers)
+
+
+def test_first_offload_raises_the_error_of_an_allocation_in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.engines.megatron import residency
+
+    def fail(num_bytes: int) -> list[Tensor]:
+        raise RuntimeError(f"CUDA error: out of memory ({threading.current_thread().name})")
+
+    monkeypatch.setattr(residency, "_allocate_buffers", fail)
+    engine = megatron_reference.make_engine(offloads=True)
+    before, expected = sizes(engine), train(megatron_reference.make_engine(), range(1))
+    with pytest.raises(RuntimeError, match="out of memory .allocate host memory"):
+        engine.offload([OPTIMIZER, GRADIENTS])
+    assert sizes(engine) == before and train(engine, range(1)) == expected

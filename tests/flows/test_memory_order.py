@@ -232,3 +232,28 @@ def test_engines_of_a_killed_driver_release_their_memory_before_the_trainer_star
     group.before_onload()
     server = run.engine.server
     assert server is not None and server.allocated == ({"weights", "kv_cache"} if owned else set())
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_engines", "expected"),
+    [(["--colocate"], True, True), (["--colocate"], False, False), (["--offload-rollout"], True, False)],
+)
+def test_trainer_allocates_host_memory_early_only_if_it_will_be_offloaded(
+    world: Callable[..., World], flags: list[str], has_engines: bool, expected: bool
+) -> None:
+    """Without engines, as in a run that only trains, nothing calls `offload`; a trainer of a fork's parent only replays
+    rounds."""
+    run = world(*flags)
+    if has_engines:
+        run.processes.start_engines()
+    group, calls = run.processes.trainer, list[tuple[Any, ...]]()
+    answers = {"adopt": [SimpleNamespace(node="")], "path_exists": [True], "open_rendezvous": ["url"]}
+
+    def record(method: str, *args: Any, **options: Any) -> list[Any]:
+        calls.append((method, *args))
+        return answers.get(method, [None])
+
+    group._actors, group._call = [None], record  # type: ignore[method-assign]
+    group.ensure_started()
+    assert calls[-1] == ("connect_and_build", "url", expected)
+    assert not run.processes.new_trainer(run.cluster, run.config).offloads
