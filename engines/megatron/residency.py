@@ -40,9 +40,9 @@ class DeviceMemory:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def start_allocation(self) -> None:
-        """Allocate the host memory for `offload` in a thread, and return at once: page faults and pinning take seconds
-        for gigabytes, but hold neither the GIL nor the device. If it fails, the first offload raises the thread's
-        error. A process that ends meanwhile waits for the thread."""
+        """Allocate the host memory for `offload` in a thread, and return at once: pinning gigabytes takes seconds, for
+        which torch releases the GIL. The first offload waits for the thread, and raises its error if it failed. A
+        process that ends meanwhile waits for the thread, too."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="allocate host memory")
         kinds: tuple[StateKind, ...] = ("optimizer", "weights")  # in the order of their first offload
         for kind in kinds:
