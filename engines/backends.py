@@ -48,7 +48,7 @@ class Capability(Enum):
     SEEDS = "--rollout-sampling-seeds", "samples with the seed of each request", lambda o: o.sampling_seeds
     PARAMETERS = "--rollout-sampling", "takes further sampling parameters, and checks them", lambda o: o.sampling
     EXPERTS = "--use-rollout-routing-replay", "returns the routed experts of every token", lambda o: o.return_experts
-    SCORES = "--opd-type engine", "returns the log-probs of given tokens (`EngineClient.score`)", lambda o: o.scores
+    SCORES = "a teacher in an engine (--opd-*)", "returns the log-probs of given tokens", lambda o: o.scores
     FP32_HEAD = "--fp32-lm-head", "computes the logits in fp32", lambda o: o.fp32_head
     QUANTIZED = "a model with quantized weights", "loads and updates such weights", stores_quantized_weights
     SEVERAL_GPUS = "--rollout-num-gpus-per-engine above 1", "shards a model over GPUs", lambda o: o.gpus_per_engine > 1

@@ -59,7 +59,7 @@ class EngineOptions:
     sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling
     sampling_seeds: bool = False  # --rollout-sampling-seeds
     fp32_head: bool = False  # --fp32-lm-head
-    scores: bool = False  # --opd-type engine
+    scores: bool = False  # --opd-teacher-engine, --opd-teacher-url
     compares: bool = False  # --check-weight-update-equal: compare checksums of the weights, or of adapters
     return_experts: bool = False  # request the routed expert ids of every token
     adapters: ServedAdapters | None = None  # send adapters instead of weights

@@ -212,30 +212,8 @@ class PostTrainConfig(StageConfig):
         )
 
     def _teacher_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield those of `rules` about the teacher of --opd-type engine."""
+        """Yield those of `rules` about what a teacher with hints, or in an engine, needs of the rollouts."""
         rollout, train = self.rollout, self.train
-        yield (
-            (rollout.opd_teacher_url or rollout.opd_teacher_urls) and not train.reads_teacher_logprobs,
-            "--opd-teacher-url has no effect without --opd-type engine, and neither has --opd-teacher-urls: add "
-            "--opd-type engine, or omit it",
-        )
-        yield (
-            train.reads_teacher_logprobs
-            and sum(map(bool, (rollout.opd_teacher_url, rollout.opd_teacher_urls, train.served_teacher))) != 1,
-            "--opd-type engine needs either --opd-teacher-load, a model for which the run starts an engine, or "
-            "--opd-teacher-url, the address of a server, or --opd-teacher-urls: give one of them",
-        )
-        several = rollout.opd_teacher_urls or (train.opd and train.opd.opd_teacher_loads)
-        yield (
-            bool(several) != bool(rollout.opd_teacher_key),
-            "several teachers (--opd-teacher-loads or --opd-teacher-urls) and --opd-teacher-key, the column with the "
-            "name of each prompt's teacher, need each other: give both or neither",
-        )
-        yield (
-            train.distills_itself != bool(rollout.opd_hint_key),
-            "--opd-type self and --opd-hint-key, the column with the hint that only the teacher sees, need each other: "
-            "give both or neither",
-        )
         stores_more = train.distills_itself or train.stored_top_k
         for flag, is_given in (
             ("--custom-generate-function-path", train.distills_itself and rollout.custom_generate_function_path),
@@ -248,17 +226,17 @@ class PostTrainConfig(StageConfig):
             yield (
                 is_given,
                 f"{flag} may change the tokens for which the samples store what the teacher sees or says: omit it, or "
-                "use a teacher in the trainer (--opd-type megatron)",
+                "use a teacher in the trainer (--opd-teacher-load)",
             )
         yield (
             train.reads_teacher_logprobs and rollout.rollout_temperature != 1,
-            f"--opd-type engine returns log-probs at temperature 1, but --rollout-temperature is "
-            f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load",
+            "a teacher in an engine returns log-probs at temperature 1, but --rollout-temperature is "
+            f"{rollout.rollout_temperature}: give 1, or use a teacher in the trainer (--opd-teacher-load)",
         )
         yield (
-            rollout.multimodal_keys and (train.reads_teacher_logprobs or rollout.opd_hint_key),
-            "--multimodal-keys gives prompts images, which an engine's teacher (--opd-type engine) and a teacher with "
-            "hints (--opd-type self) do not see: use a vision-language teacher in the trainer (--opd-type megatron)",
+            rollout.multimodal_keys and (train.reads_teacher_logprobs or train.distills_itself),
+            "--multimodal-keys gives prompts images, which a teacher in an engine and one with hints (--opd-self) do "
+            "not see: use a vision-language teacher in the trainer (--opd-teacher-load)",
         )
 
     @model_validator(mode="after")

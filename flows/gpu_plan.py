@@ -36,7 +36,7 @@ class GpuPlan:
     colocated: bool  # whether trainer and engines share GPUs
     offload_train: bool = False
     offload_rollout: bool = False
-    teacher: EngineMemory | None = None  # the engine of --opd-teacher-load, which has its own GPUs; None: no teacher
+    teacher: EngineMemory | None = None  # the engine of --opd-teacher-engine, which has its own GPUs; None: no teacher
 
     @property
     def peak_bytes(self) -> int:
@@ -61,7 +61,7 @@ class GpuPlan:
 def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
     """Return the GPU plan of a run on GPUs with `gpu_bytes` of memory each. Raises InputError if the parallel sizes or
     an engine's memory options are invalid."""
-    train, options = config.train, engine_options(config)
+    train, opd, options = config.train, config.train.opd, engine_options(config)
     trainer = engine = None
     if flow.trains:
         trainer_options = TrainerOptions(
@@ -72,7 +72,8 @@ def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_
             critic=train.uses_critic,
             num_frozen=(train.uses_reference and not (train.lora and not train.ref_load))
             + len(train.teacher_names) * train.loads_teacher
-            + 2 * bool(train.opd and train.opd.opd_self_ema),
+            + 2 * bool(train.self_ema),
+            num_copied_heads=len(train.teacher_names) if opd and opd.opd_divergence and not opd.opd_top_k else 0,
             lora=train.lora,
             freeze_vision=train.freeze_vision,
             megatron=train.megatron.model_dump(),
@@ -211,8 +212,8 @@ def check_memory(plan: GpuPlan) -> None:
         )
     if plan.teacher and plan.teacher.weight_bytes >= plan.teacher.static_bytes:
         raise EngineError(
-            f"the engine of --opd-teacher-load needs {format_gib(plan.teacher.weight_bytes)} GiB per GPU for weights, "
-            f"but has {format_gib(plan.teacher.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: raise "
+            f"the engine of --opd-teacher-engine needs {format_gib(plan.teacher.weight_bytes)} GiB per GPU for "
+            f"weights, but has {format_gib(plan.teacher.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: raise "
             "--opd-teacher-num-gpus"
         )
 

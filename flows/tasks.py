@@ -149,6 +149,7 @@ def rollout_context(session: Session, **options: Any) -> RolloutContext:
         session.prompts,
         session.tokenizer,
         provenance=session.run.provenance,
+        hint_template=session.config.train.hint_template,
         **options,
     )
 
@@ -157,6 +158,7 @@ def generation_context(
     session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
 ) -> RolloutContext:
     """Return the context of rollouts that engines generate; `engines` returns the URLs of these engines."""
+    train = session.config.train
     return rollout_context(
         session,
         engines=engines,
@@ -165,7 +167,8 @@ def generation_context(
         on_progress=on_progress,
         connect=session.processes.connect_for_training,
         read_counters=session.processes.engine_counters,
-        teacher_top_k=session.config.train.stored_top_k,
+        teacher_top_k=train.stored_top_k,
+        teacher_urls=train.opd.servers if train.opd else {},
         serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
     )
 

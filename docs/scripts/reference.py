@@ -45,6 +45,8 @@ SECTION_TITLES = {
     "train": "Algorithm, optimizer, batches, parallelism",
     "train.lora": "Adapters",
     "train.opd": "Distillation",
+    "train.opd.hinted": "Distillation from the policy with hints",
+    "train.opd.engine": "Distillation from a teacher in an engine of the run",
     "train.opsm": "Sequence masking",
     "train.megatron": "Options of Megatron-core",
     "eval": "Evaluation and promotion",

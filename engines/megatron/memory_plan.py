@@ -57,6 +57,7 @@ class TrainerOptions:
     fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # number of reference and teacher models, whose weights are in host memory
+    num_copied_heads: int = 0  # output heads of teachers, whose distributions over the vocabulary the update needs
     lora: LoraOptions | None = None  # with adapters, the model's own weights have no gradients and optimizer state
     freeze_vision: bool = True  # --freeze-vision: the vision tower has no gradients and optimizer state
     megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
@@ -75,6 +76,7 @@ class TrainerMemory:
     temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
     update: int  # peak of the optimizer step above resident_bytes: fp32 copies of gradients, chunks of offloaded state
     host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
+    copied_heads: int = 0  # output heads of teachers, on the last pipeline stage
 
     @property
     def resident_bytes(self) -> int:
@@ -84,7 +86,8 @@ class TrainerMemory:
     @property
     def peak_bytes(self) -> int:
         """Return the GPU bytes in use at the peak of a training step: in the backward pass or in the optimizer step."""
-        return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
+        peak = max(self.activations + self.temporary, self.update)
+        return self.resident_bytes + self.copied_heads + peak + RUNTIME
 
 
 def estimate_trainer_memory(
@@ -135,6 +138,7 @@ def estimate_stage_memory(
             largest = max(largest, stack // expert_replicas)
         update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest))
     activations, temporary = activation_bytes(shape, layout, options, layers, stage)
+    head = -(-shape.vocab_size // layout.tensor) * shape.hidden_size
     return TrainerMemory(
         stage=stage,
         parameters=parameters,
@@ -145,6 +149,7 @@ def estimate_stage_memory(
         temporary=round(temporary),
         update=round(update),
         host=round(offloaded * state) + options.num_frozen * size * models[0].total,
+        copied_heads=size * head * options.num_copied_heads if stage == layout.pipeline - 1 else 0,
     )
 
 

@@ -71,6 +71,7 @@ _DATA_ORDER = (
     *("input_key", "label_key", "metadata_key", "opd_teacher_key", "opd_hint_key"),
     *("rollout_shuffle", "rollout_seed"),
 )
+_GENERATING = ("rollout.", "convert.", "train.opd.hinted.opd_hint_template")  # options that decide stored samples
 _NUM_COPIES = 16  # commit records copied in parallel
 _NO_ENGINES: dict[str, Any] = {  # options of a run that trains on stored rollouts only
     "debug_train_only": True,
@@ -227,7 +228,7 @@ def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_
             f"{available}, the number of rollouts of {parent.run.run}"
         )
     before, after = (options_by_mutability(with_absolute_paths(each), "identity") for each in (parent, config))
-    generating = [name for name in after if name.startswith(("rollout.", "convert."))]
+    generating = [name for name in after if name.startswith(_GENERATING)]
     changed = [flag_of_field(name.rpartition(".")[2]) for name in generating if after[name] != before[name]]
     if at_round == 0 and config.start_weights != parent.start_weights:
         changed.append("the model at round 0 (--hf-checkpoint, --load, --ref-load)")
@@ -239,7 +240,7 @@ def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_
     old, new = parent.train, config.train
     for flag, needs, has in (
         ("--use-rollout-routing-replay", new.use_rollout_routing_replay, old.use_rollout_routing_replay),
-        ("--opd-type engine", new.reads_teacher_logprobs, old.reads_teacher_logprobs),
+        ("a teacher in an engine", new.reads_teacher_logprobs, old.reads_teacher_logprobs),
         (f"--opd-top-k {new.stored_top_k}", new.stored_top_k, old.stored_top_k),
     ):
         if needs > has:
@@ -313,9 +314,10 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options on which the groups in the buffer of a rollout depend: name -> value. These options determine
     the samples, responses and rewards of a group, and other data of it that the trainer reads."""
     options = options_by_mutability(config, "identity")
-    names = ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_top_k", "opd.opd_teacher_load")
-    train = {f"train.{name}" for name in names}
-    return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
+    train = config.train
+    of_teacher = train.reads_teacher_logprobs, train.served_teacher, train.stored_top_k, train.hint_template
+    read = {"experts": train.use_rollout_routing_replay, "teacher": of_teacher}
+    return {name: value for name, value in options.items() if name.startswith("rollout.")} | read
 
 
 def _num_consecutive(indices: Sequence[int]) -> int:

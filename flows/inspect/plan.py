@@ -23,6 +23,7 @@ from penstock.flows.gpu_plan import (
 )
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
+from penstock.flows.runtime.engine_options import teacher_options
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
@@ -77,9 +78,9 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         return
     total = parse_integer("--num-gpus", flag_values["--num-gpus"], minimum=1)
     engines = values.get("rollout", {}).get("rollout_num_gpus")
-    opd, teacher = entries_of(values, "train.opd"), 0
-    if opd.get("opd_type") == "engine" and opd.get("opd_teacher_load"):
-        teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
+    of_teacher, teacher = entries_of(values, "train.opd.engine"), 0
+    if of_teacher:
+        teacher = parse_integer("--opd-teacher-num-gpus", str(of_teacher.get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:
         beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
@@ -116,8 +117,8 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig, shape: ModelShape) -> Non
             ("engine, KV cache", format_gib(engine.kv_cache_bytes), tokens),
             ("engine", format_gib(engine.static_bytes), f"static share {share:.2f} of the GPU"),
         ]
-    if plan.teacher:
-        sizes = f"{config.rollout.opd_teacher_num_gpus} GPUs of its own (--opd-teacher-num-gpus)"
+    if plan.teacher and (options := teacher_options(config)):
+        sizes = f"{options.gpus_per_engine} GPUs of its own (--opd-teacher-num-gpus)"
         rows += [
             ("teacher, weights", format_gib(plan.teacher.weight_bytes), sizes),
             ("teacher", format_gib(plan.teacher.static_bytes), "weights and KV cache"),
@@ -161,12 +162,18 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         on_host.append("optimizer")
     tokens, logits = microbatch_tokens(config), f"logits of {train.log_probs_chunk_size:,} tokens, or one layer"
     host = trainer.host + (trainer.weights + trainer.optimizer if offload_train else 0)
+    heads = (
+        "trainer, heads of teachers",
+        format_gib(trainer.copied_heads),
+        "for --opd-divergence, last pipeline stage",
+    )
     return [
         ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
         ("trainer, gradients", format_gib(trainer.gradients), ""),
         ("trainer, optimizer", format_gib(trainer.optimizer), "fp32 weights and moments, sharded"),
         ("trainer, activations", format_gib(trainer.activations), f"{tokens:,} tokens; recompute {recompute}"),
         ("trainer, temporary", format_gib(trainer.temporary), logits),
+        *([heads] if trainer.copied_heads else []),
         ("trainer, update", format_gib(trainer.update), "after the activations: fp32 gradients, offloaded state"),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
         ("trainer", format_gib(trainer.peak_bytes), sizes),

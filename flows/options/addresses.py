@@ -29,9 +29,8 @@ def check_addresses(config: PostTrainConfig) -> None:
         check_url("MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI"), MLFLOW)
     check_url("--wandb-host", run.wandb_host, HTTP)
     check_url("--rm-url", rollout.rm_url, HTTP)
-    check_url("--opd-teacher-url", rollout.opd_teacher_url, HTTP)
-    for name, url in rollout.opd_teacher_urls.items():
-        check_url(f"--opd-teacher-urls {name}", url, HTTP)
+    for name, url in (config.train.opd.servers if config.train.opd else {}).items():
+        check_url(f"--opd-teacher-url {name}".rstrip(), url, HTTP)
     of_ray = {"--ray-address": run.ray_address}
     if run.ray_address == "auto":
         of_ray["RAY_ADDRESS"] = os.environ.get("RAY_ADDRESS")

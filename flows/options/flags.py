@@ -8,6 +8,7 @@ flags are checked later, by its backend.
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -248,7 +249,7 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
         log_once(name, f"means {flag_of_field(key)}")
     new = parse_value(name, field.annotation, args)
     is_repeated = f"{section}.{key}" in options_set and key in target
-    if is_repeated and isinstance(new, dict):
+    if is_repeated and isinstance(new, dict) and isinstance(target[key], dict):
         new = {**target[key], **new}
     elif is_repeated and isinstance(new, list):
         new = [*target[key], *new]
@@ -308,7 +309,7 @@ def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
         return not args or text.lower() == "true"
     if list in kinds:
         return args if size == 1 else [args[i : i + size] for i in range(0, len(args), size)]
-    if dict in kinds:
+    if dict in kinds and not (str in kinds and len(args) == 1 and not re.match(r"[\w-]+=|\{", args[0])):
         return parse_dict(name, args)
     return None if text.lower() == "none" else text
 

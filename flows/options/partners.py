@@ -77,9 +77,9 @@ PARTNERS = (
     ),
     Partner(
         "rollout",
-        "opd_teacher_num_gpus",
-        "--opd-type engine with --opd-teacher-load",
-        lambda config: config.train.served_teacher,
+        "opd_teacher_key opd_hint_key",
+        "a teacher (--opd-teacher-load, --opd-teacher-url or --opd-self)",
+        lambda config: config.train.opd,
     ),
     Partner(
         "train",

@@ -24,7 +24,8 @@ FILES = {  # section -> options that name a file or a directory, or a list or ta
         "convert": "hf_checkpoint load convert_save",
         "rollout": "prompt_data data_cache image_roots rm_model_path",
         "train": "ref_load",
-        "train.opd": "opd_teacher_load opd_teacher_loads",
+        "train.opd": "opd_teacher_load",
+        "train.opd.engine": "opd_teacher_engine",
         "train.lora": "lora_load",
         "debug": "save_debug_rollout_data load_debug_rollout_data save_debug_train_data dump_details profile_dir "
         "memory_snapshot_dir ci_save_grad_norm ci_load_grad_norm",

@@ -66,14 +66,14 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
 
 
 def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
-    """Return the options of the engine that serves the model of --opd-teacher-load; None if the run starts none."""
-    train, num_gpus = config.train, config.rollout.opd_teacher_num_gpus
-    if train.served_teacher is None:
+    """Return the options of the engine that serves the model of --opd-teacher-engine; None if the run starts none."""
+    train = config.train
+    if train.opd is None or train.opd.engine is None:
         return None
     engines = engine_options(config)
     spec = engines.spec.model_copy(
         update={
-            "model_path": os.path.realpath(train.served_teacher),
+            "model_path": os.path.realpath(train.opd.engine.opd_teacher_engine),
             "role": "teacher",
             "weight_version": TEACHER,
             "port": 0,
@@ -84,8 +84,8 @@ def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
         spec,
         engines.engine,
         params_dtype=train.params_dtype,
-        num_gpus=num_gpus,
-        gpus_per_engine=num_gpus,
+        num_gpus=train.opd.engine.opd_teacher_num_gpus,
+        gpus_per_engine=train.opd.engine.opd_teacher_num_gpus,
         health=engines.health,
     )
 

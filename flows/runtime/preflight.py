@@ -393,7 +393,8 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=max_seq_len)
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
-        check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading)
+        template = config.train.hint_template
+        check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading, hint_template=template)
     for rollout in evaluated:
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
@@ -504,14 +505,15 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
 
 def check_teacher(config: PostTrainConfig) -> None:
     """Check that the first rows of each entry of --prompt-data name only teachers that the run has, and that the run
-    can start the engine of --opd-teacher-load: its model is complete and supported, can be sharded, and has the tokens
-    of the policy."""
-    names = set(config.rollout.opd_teacher_urls or (config.train.teacher_names if config.train.opd else ()))
-    for row in read_first_rows(config.rollout) if config.rollout.opd_teacher_key else ():
-        if row.metadata[TEACHER] not in names:
+    can start the engine of --opd-teacher-engine: its model is complete and supported, can be sharded, and has the
+    tokens of the policy."""
+    opd = config.train.opd
+    names = sorted(filter(None, {**opd.teachers, **opd.servers})) if opd else []
+    for row in read_first_rows(config.rollout) if names else ():
+        if row.metadata.get(TEACHER) not in names:
             raise DataError(
-                f"{row.where} names the teacher {row.metadata[TEACHER]!r} (--opd-teacher-key), but the run has "
-                f"{', '.join(sorted(names))}: correct the row, --opd-teacher-loads or --opd-teacher-urls"
+                f"{row.where} names the teacher {row.metadata.get(TEACHER)!r} (--opd-teacher-key), but the run has "
+                f"{', '.join(names)}: correct the row, --opd-teacher-key, --opd-teacher-load or --opd-teacher-url"
             )
     options = teacher_options(config)
     if options is None:

@@ -238,7 +238,7 @@ class Processes:
 
     @contextmanager
     def serving_teacher(self) -> Iterator[Callable[[], list[str]]]:
-        """Keep the engine of --opd-teacher-load running during the block. Yields a function that returns its address,
+        """Keep the engine of --opd-teacher-engine running during the block. Yields a function that returns its address,
         or nothing while it restarts."""
         with self._start_teacher().serving(TEACHER, _refuse_weights) as urls:
             yield urls

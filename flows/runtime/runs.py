@@ -432,8 +432,8 @@ class ActiveRun:
         parent = self.record.parent if self.record else None
         if parent is None or not parent.num_reused:
             return None
-        bound, per_token_loss = self.config.run.min_effective_sample_size, self.config.train.calculate_per_token_loss
-        return Reuse(RunKeys(parent.run), parent.reused_rounds, bound, per_token_loss)
+        bound, loss_unit = self.config.run.min_effective_sample_size, self.config.train.loss_unit
+        return Reuse(RunKeys(parent.run), parent.reused_rounds, bound, loss_unit)
 
     def num_trained_rounds(self) -> int:
         """Return the number of rounds whose training is committed."""

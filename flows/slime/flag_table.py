@@ -219,6 +219,7 @@ SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "--eval-function-path slime.rollout.sglang_rollout.generate_rollout": (("--eval-function-path", "built-in"),),
     "--eval-function-path slime.rollout.sglang_rollout.eval_rollout": (("--eval-function-path", "built-in"),),
-    "--advantage-estimator on_policy_distillation": (("--use-opd",), ("--opd-type", "engine")),
-    "--opd-type sglang": (("--opd-type", "engine"),),
+    "--advantage-estimator on_policy_distillation": (("--use-opd",),),
+    "--opd-type megatron": (("--use-opd",),),
+    "--opd-type sglang": (("--use-opd",),),
 }

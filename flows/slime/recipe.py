@@ -232,9 +232,9 @@ def adapt(recipe: Recipe) -> None:
     if not run.get("run") and not run.get("save"):
         run["run"] = re.sub(r"[^A-Za-z0-9._-]", "-", recipe.script.stem)
         recipe.comments["run", "run"] = "the script has no --save, which names the run"
-    if entries_of(recipe.values, "train.opd").get("opd_type") == "engine" and "rm_url" in rollout:
-        rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
-        recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
+    if isinstance(opd := train.get("opd"), dict) and "opd_teacher_load" not in opd and "rm_url" in rollout:
+        opd["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
+        recipe.comments["train.opd", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):
             recipe.dropped.append(f"--custom-rm-path {path}: the run itself asks the teacher for its log-probs")
         if "rm_type" not in rollout:

@@ -18,10 +18,6 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-HINT_TEMPLATE = (  # github.com/idanshen/Self-Distillation
-    "{prompt}\n\nThis is an example for a response to the question:\n{hint}\n\n"
-    "Now answer with a response of your own, including the thinking process."
-)
 JsonTable = Annotated[
     dict[str, Any], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 ]
@@ -58,15 +54,12 @@ class PromptConfig(StageConfig):
     tools are not read. Rows without the column have no tools."""
 
     opd_teacher_key: str | None = option(None)
-    """Column with the name of the prompt's teacher, for distillation from several teachers (--opd-teacher-loads or
-    --opd-teacher-urls)."""
+    """Column with the name of the prompt's teacher, for distillation from several teachers (--opd-teacher-load or
+    --opd-teacher-url): it becomes the metadata `teacher`."""
 
     opd_hint_key: str | None = option(None)
-    """Column with a hint, for instance a demonstration, that the teacher of --opd-type self sees with the prompt."""
-
-    opd_hint_template: str = option(HINT_TEMPLATE)
-    """Text that the teacher sees in place of the prompt (of a chat: of the last message of the user): {prompt} and
-    {hint} are replaced. Default: the text of SDFT's authors."""
+    """Column with a hint, for instance a demonstration, that the teacher of --opd-self sees with the prompt: it
+    becomes the metadata `hint`."""
 
     multimodal_keys: dict[str, str] = option(default_factory=dict)
     """Column of the images of a row, as JSON: '{"image": "images"}'. It has a list of paths, files as bytes, or
@@ -150,14 +143,6 @@ class PromptConfig(StageConfig):
             weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)),
             f"--prompt-data-weights {' '.join(map(str, weights))}: give finite weights of 0 or more, at least one "
             "of them positive",
-        )
-        yield (
-            not all(name in self.opd_hint_template for name in ("{prompt}", "{hint}")),
-            f"--opd-hint-template {self.opd_hint_template[:60]!r} must contain {{prompt}} and {{hint}}: add them",
-        )
-        yield (
-            self.opd_hint_template != HINT_TEMPLATE and self.opd_hint_key is None,
-            "--opd-hint-template has no effect without --opd-hint-key: add --opd-hint-key, or omit --opd-hint-template",
         )
 
 
@@ -336,19 +321,6 @@ class RolloutConfig(GenerationConfig):
 
     rm_model_path: str | None = option(None)
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
-
-    opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
-    """On-policy distillation with --opd-type engine: address of the teacher's server, such as http://10.0.0.7:30000. It
-    must be a server of the engine that --engine names, and its model must have the policy's tokenizer. Default: the run
-    starts an engine with the model of --opd-teacher-load."""
-
-    opd_teacher_urls: dict[str, str] = option(default_factory=dict, mutability="placement", secret=True)
-    """Several teachers on servers, in place of --opd-teacher-url: name=address pairs. --opd-teacher-key is the column
-    of the prompts that names the teacher of each prompt."""
-
-    opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
-    """Number of GPUs of the teacher's engine, which the run starts for --opd-type engine with --opd-teacher-load, next
-    to the GPUs of trainer and engines. On a machine without GPUs the engine is a process on the CPU."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -486,13 +486,13 @@ class Teacher:
         client = self.clients.get("" if "" in self.clients else sample.metadata.get(TEACHER, ""))
         if client is None:
             raise DataError(
-                f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-urls "
+                f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-url "
                 f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key"
             )
         if sample.images:
             raise DataError(
                 f"sample {sample.sample_id} has images, which an engine's teacher does not see: use a vision-language "
-                "teacher in the trainer (--opd-type megatron), or prompts without images"
+                "teacher in the trainer (--opd-teacher-load), or prompts without images"
             )
         try:
             async with self.slots:
@@ -506,21 +506,19 @@ class Teacher:
 
 @asynccontextmanager
 async def open_teacher(
-    config: RolloutConfig, serving: ServingTeacher | None, round: RolloutRound, top_k: int = 0
+    config: RolloutConfig, servers: Mapping[str, str], serving: ServingTeacher | None, top_k: int = 0
 ) -> AsyncIterator[Teacher | None]:
-    """Yield the teacher; None in evaluations, and if the run has none. `serving`: starts the run's own engine for it;
-    None: the teachers' servers are --opd-teacher-url or --opd-teacher-urls."""
-    several = config.opd_teacher_urls or ({"": config.opd_teacher_url} if config.opd_teacher_url else {})
-    if round.kind == "eval" or (serving is None and not several):
+    """Yield the teacher; None if there is none. `servers`: name -> address (--opd-teacher-url). `serving`: starts the
+    run's own engine for the teacher."""
+    if serving is None and not servers:
         yield None
         return
-    addresses = {name: (resolve_secrets(url) or "").rstrip("/") for name, url in several.items()}
-    flag = "--opd-teacher-urls" if config.opd_teacher_urls else "--opd-teacher-url"
-    shown = f"{flag} {redact(', '.join(addresses.values()))}"
+    addresses = {name: (resolve_secrets(url) or "").rstrip("/") for name, url in servers.items()}
+    shown = f"--opd-teacher-url {redact(', '.join(addresses.values()))}"
     async with AsyncExitStack() as stack:
         urls: dict[str, Any] = {name: [address] for name, address in addresses.items()}
         if serving is not None:
-            shown, urls = "the teacher's engine (--opd-teacher-load)", {"": stack.enter_context(serving())}
+            shown, urls = "the teacher's engine (--opd-teacher-engine)", {"": stack.enter_context(serving())}
         backend = engine_backend(config.engine)
         clients = {
             name: await stack.enter_async_context(backend.connect(of_name, config.rollout_timeout))

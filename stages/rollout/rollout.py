@@ -117,7 +117,9 @@ class RolloutContext:
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = dict  # reads the energy counters of the engines' GPUs
     teacher_top_k: int = 0  # number of the teacher's most probable tokens that the samples store (--opd-top-k)
-    serving_teacher: ServingTeacher | None = None  # the run's own teacher; None: --opd-teacher-url, or no teacher
+    teacher_urls: Mapping[str, str] = field(default_factory=dict)  # name -> address of a teacher (--opd-teacher-url)
+    serving_teacher: ServingTeacher | None = None  # the run's own engine with a teacher (--opd-teacher-engine)
+    hint_template: str | None = None  # of the prompts that a teacher with hints sees (--opd-hint-template)
     max_seq_len: int | None = None  # maximum sequence length of the model in tokens; limits conversations of SFT
 
     @cached_property
@@ -239,7 +241,8 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
     length_filter = None
     if round.kind == "rollout":
         length_filter = LengthFilter(config, context.tokenizer, images.count_extra_tokens)
-    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter, images)
+    template = context.hint_template
+    dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter, images, template)
     return PromptIntake(open_data_source(config, dataset), resume_point.state, resume_point.buffer)
 
 
@@ -305,7 +308,7 @@ async def open_runner(
         if config.custom_generate_function_path is not None
         else nullcontext(EngineGenerator(client, config, context.tokenizer, round, context.images))
     )
-    teachers = open_teacher(config, context.serving_teacher, round, context.teacher_top_k)
+    teachers = open_teacher(config, context.teacher_urls, context.serving_teacher, context.teacher_top_k)
     async with client, generators as generator, teachers as teacher:
         runner = GroupRunner(
             round,

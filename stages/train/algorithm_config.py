@@ -20,6 +20,11 @@ else:
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     DivergenceName = Literal[tuple(DIVERGENCES)]
 
+HINT_TEMPLATE = (  # github.com/idanshen/Self-Distillation
+    "{prompt}\n\nThis is an example for a response to the question:\n{hint}\n\n"
+    "Now answer with a response of your own, including the thinking process."
+)
+
 # option that names a user-defined function -> names of the arguments
 PLUGINS = {
     "custom_advantage_function_path": ("experience", "options"),
@@ -30,9 +35,38 @@ PLUGINS = {
 }
 
 
+class HintedPolicyConfig(StageConfig):
+    """Distil from the policy itself, which sees each prompt together with its hint (SDFT)."""
+
+    opd_hint_template: str = option(HINT_TEMPLATE)
+    """Text that the teacher sees in place of the prompt (of a chat: of the last message of the user): {prompt} and
+    {hint} are replaced. Default: the text of SDFT's authors."""
+
+    opd_self_ema: float | None = option(None, gt=0, lt=1)
+    """The teacher is a moving average of the policy's weights, which moves by this share towards the policy after each
+    round. Default: the teacher is the policy at the beginning of the round."""
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield (
+            not all(name in self.opd_hint_template for name in ("{prompt}", "{hint}")),
+            f"--opd-hint-template {self.opd_hint_template[:60]!r} must contain {{prompt}} and {{hint}}: add them",
+        )
+
+
+class TeacherEngineConfig(StageConfig):
+    """Distil from a model for which the run starts an engine; its log-probs are stored with the samples."""
+
+    opd_teacher_engine: str = option()
+    """Hugging Face checkpoint of the teacher, of any supported architecture, with the policy's tokenizer."""
+
+    opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
+    """Number of GPUs of the teacher's engine, next to the GPUs of trainer and engines. On a machine without GPUs the
+    engine is a process on the CPU."""
+
+
 class DistillationConfig(StageConfig):
-    """On-policy distillation: subtract the log-ratio to a teacher from the advantages, or add a divergence from the
-    teacher's distribution to the loss."""
+    """On-policy distillation from one kind of teacher: subtract the log-ratio to the teacher from the advantages, or
+    add a divergence from the teacher's distribution to the loss."""
 
     opd_kl_coef: float = option(1.0, ge=0)
     """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages, or of --opd-divergence in the
@@ -49,25 +83,36 @@ class DistillationConfig(StageConfig):
     """Compute --opd-divergence over the teacher's K most probable tokens and, as one outcome, all other tokens.
     Default: over the whole vocabulary, which needs a teacher in the trainer."""
 
-    opd_type: Literal["megatron", "engine", "self"] = option("megatron")
-    """Where the teacher runs. megatron: in the trainer; engine: in an engine of the run (--opd-teacher-load) or on a
-    server (--opd-teacher-url), and its log-probs are stored with the samples; self: the teacher is the policy itself,
-    which sees the prompt with the hint of --opd-hint-key (SDFT)."""
+    hinted: HintedPolicyConfig | None = option(None, aliases=("opd-self",))
 
-    opd_self_ema: float | None = option(None, gt=0, lt=1)
-    """With --opd-type self: the teacher is a moving average of the policy's weights, which moves by this share towards
-    the policy after each round. Default: the teacher is the policy at the beginning of the round."""
+    opd_teacher_load: str | dict[str, str] | None = option(None)
+    """Teacher in the trainer: a Hugging Face checkpoint of the policy's architecture and sizes. Several teachers:
+    name=directory pairs; --opd-teacher-key is the column of the prompts that names the teacher of each prompt."""
 
-    opd_teacher_load: str | None = option(None)
-    """Hugging Face checkpoint of the teacher: with --opd-type megatron, of the policy's architecture and sizes; with
-    engine, of any supported architecture, with the policy's tokenizer."""
+    engine: TeacherEngineConfig | None = option(None, aliases=("opd-engine",))
 
-    opd_teacher_loads: dict[str, str] = option(default_factory=dict)
-    """Several teachers in the trainer, in place of --opd-teacher-load: name=directory pairs. --opd-teacher-key is the
-    column of the prompts that names the teacher of each prompt."""
+    opd_teacher_url: str | dict[str, str] | None = option(None, mutability="placement", secret=True)
+    """Teacher on a server: its address, such as http://10.0.0.7:30000; its log-probs are stored with the samples. It
+    must be a server of the engine that --engine names, and its model must have the policy's tokenizer. Several
+    teachers: name=address pairs, as in --opd-teacher-load."""
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Name -> directory of each teacher in the trainer."""
+        return _by_name(self.opd_teacher_load)
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Name -> address of each teacher on a server."""
+        return _by_name(self.opd_teacher_url)
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        is_self, of_engine = self.opd_type == "self", self.opd_type == "engine"
+        yield (
+            sum(map(bool, (self.hinted, self.opd_teacher_load, self.engine, self.opd_teacher_url))) != 1,
+            "[train.opd] needs one kind of teacher: give either --opd-teacher-load (in the trainer), "
+            "--opd-teacher-engine (in an engine of the run), --opd-teacher-url (on a server) or --opd-self (the policy "
+            "with hints), or omit --use-opd",
+        )
         yield (
             self.opd_top_k and self.opd_divergence is None,
             f"--opd-top-k {self.opd_top_k} has no effect without --opd-divergence: add --opd-divergence, or omit "
@@ -79,30 +124,20 @@ class DistillationConfig(StageConfig):
             "or omit --opd-jsd-beta",
         )
         yield (
-            of_engine and self.opd_divergence and self.opd_top_k is None,
+            (self.engine or self.opd_teacher_url) and self.opd_divergence and self.opd_top_k is None,
             f"--opd-divergence {self.opd_divergence} needs the teacher's log-probs of the whole vocabulary, which "
-            "--opd-type engine does not return: add --opd-top-k, or use a teacher in the trainer (--opd-type megatron)",
+            "an engine does not return: add --opd-top-k, or use a teacher in the trainer (--opd-teacher-load)",
         )
         yield (
-            self.opd_self_ema and not is_self,
-            f"--opd-self-ema {self.opd_self_ema} has no effect with --opd-type {self.opd_type}: add --opd-type self, "
-            "or omit --opd-self-ema",
+            not all(re.fullmatch(r"[\w-]*", name) for name in self.teachers),
+            f"--opd-teacher-load has the names {', '.join(map(repr, self.teachers))}, which become names of files: use "
+            "only letters, digits, _ and -",
         )
-        yield (
-            is_self and (self.opd_teacher_load or self.opd_teacher_loads),
-            "--opd-type self takes the policy as the teacher, but --opd-teacher-load or --opd-teacher-loads names "
-            "another model: omit it, or use --opd-type megatron",
-        )
-        yield (
-            self.opd_teacher_loads and (self.opd_teacher_load or of_engine),
-            "--opd-teacher-loads names teachers in the trainer, and cannot be combined with --opd-teacher-load or "
-            "--opd-type engine: omit these, or give several servers with --opd-teacher-urls",
-        )
-        yield (
-            not all(re.fullmatch(r"[\w-]+", name) for name in self.opd_teacher_loads),
-            f"--opd-teacher-loads has the names {', '.join(map(repr, self.opd_teacher_loads))}, which become names of "
-            "files: use only letters, digits, _ and -",
-        )
+
+
+def _by_name(teachers: str | dict[str, str] | None) -> dict[str, str]:
+    """Return name -> teacher; the name is "" if there is only one."""
+    return {"": teachers} if isinstance(teachers, str) else teachers or {}
 
 
 class SequenceMaskingConfig(StageConfig):
@@ -315,15 +350,19 @@ class AlgorithmConfig(StageConfig):
         return self.loss_type == "policy_loss" and ESTIMATORS[self.advantage_estimator].group_relative
 
     @property
+    def loss_unit(self) -> str | None:
+        """Column of the samples whose values have equal weight in the policy-gradient loss; None: all tokens have."""
+        if self.calculate_per_token_loss or self.loss_denominator:
+            return None
+        return "group_id" if self.calculate_per_prompt_loss else "trajectory_id"
+
+    @property
     def auxiliary_models(self) -> dict[str, str]:
         """Paths of the frozen models that the trainer loads: "reference", "teacher" or, with several teachers,
         "teacher.NAME" -> path."""
-        paths = {"reference": self.ref_load}
-        if self.opd and self.loads_teacher:
-            several = self.opd.opd_teacher_loads
-            paths |= {f"teacher.{name}": several[name] for name in self.teacher_names if name}
-            paths |= {} if several else {"teacher": self.opd.opd_teacher_load}
-        return {name: path for name, path in paths.items() if path}
+        paths = {"reference": self.ref_load} if self.ref_load else {}
+        teachers = sorted(self.opd.teachers.items()) if self.opd else ()
+        return paths | {f"teacher.{name}" if name else "teacher": path for name, path in teachers}
 
     @property
     def uses_reference(self) -> bool:
@@ -333,12 +372,12 @@ class AlgorithmConfig(StageConfig):
     @property
     def loads_teacher(self) -> bool:
         """Whether the trainer computes log-probs of a teacher."""
-        return self.opd is not None and self.opd.opd_type == "megatron"
+        return self.opd is not None and bool(self.opd.opd_teacher_load)
 
     @property
     def teacher_names(self) -> list[str]:
         """Names of the teachers in the trainer, in the order of `Batch.teacher_index`; [""] if there is only one."""
-        return sorted(self.opd.opd_teacher_loads) if self.opd and self.opd.opd_teacher_loads else [""]
+        return sorted(self.opd.teachers) if self.opd and self.opd.teachers else [""]
 
     @property
     def distills_vocabulary(self) -> bool:
@@ -348,7 +387,17 @@ class AlgorithmConfig(StageConfig):
     @property
     def distills_itself(self) -> bool:
         """Whether the teacher is the policy, which sees another prompt."""
-        return self.opd is not None and self.opd.opd_type == "self"
+        return self.opd is not None and self.opd.hinted is not None
+
+    @property
+    def self_ema(self) -> float | None:
+        """Share by which the teacher, a moving average of the policy, moves towards it after each round."""
+        return self.opd.hinted.opd_self_ema if self.opd and self.opd.hinted else None
+
+    @property
+    def hint_template(self) -> str | None:
+        """Text that a teacher with hints sees in place of the prompt; None: teachers see the policy's prompts."""
+        return self.opd.hinted.opd_hint_template if self.opd and self.opd.hinted else None
 
     @property
     def stored_top_k(self) -> int:
@@ -358,12 +407,12 @@ class AlgorithmConfig(StageConfig):
     @property
     def reads_teacher_logprobs(self) -> bool:
         """Whether the samples have log-probs of a teacher."""
-        return self.opd is not None and self.opd.opd_type == "engine"
+        return self.opd is not None and bool(self.opd.engine or self.opd.opd_teacher_url)
 
     @property
     def served_teacher(self) -> str | None:
         """Path of the teacher for which the run starts an engine."""
-        return self.opd.opd_teacher_load if self.opd and self.reads_teacher_logprobs else None
+        return self.opd.engine.opd_teacher_engine if self.opd and self.opd.engine else None
 
     def refreshes_reference_at(self, version: int) -> bool:
         """Return whether policy `version` replaces the reference (--ref-update-interval)."""
@@ -511,11 +560,6 @@ class AlgorithmConfig(StageConfig):
     def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield the rules about auxiliary models and expert routing."""
         yield (
-            self.opd and self.loads_teacher and not (self.opd.opd_teacher_load or self.opd.opd_teacher_loads),
-            "[train.opd] needs --opd-teacher-load, unless --opd-type is engine or self: add it, or omit --use-opd and "
-            "the other options of the section",
-        )
-        yield (
             self.distills_vocabulary and self.loss_type != "policy_loss",
             f"--opd-divergence has no effect with --loss-type {self.loss_type}: omit one of these options",
         )
@@ -525,7 +569,7 @@ class AlgorithmConfig(StageConfig):
             "--opd-divergence: omit one of these options",
         )
         yield (
-            self.lora and self.opd and self.opd.opd_self_ema,
+            self.lora and self.self_ema,
             "--opd-self-ema averages all weights, but --lora-rank trains only adapters: omit --opd-self-ema, and the "
             "teacher is the policy with its adapters at the beginning of the round",
         )

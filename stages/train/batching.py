@@ -146,7 +146,7 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(
             "the rollout has samples without a teacher's log-probs, because it was generated without a teacher: start "
-            "a new run with --opd-type engine, and --opd-teacher-load or --opd-teacher-url"
+            "a new run with --opd-teacher-engine or --opd-teacher-url"
         )
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
@@ -165,7 +165,7 @@ def add_teacher_data(batch: Batch, table: pa.Table, config: AlgorithmConfig) -> 
         given = [json.loads(text).get(TEACHER) for text in table["metadata"].to_pylist()]
         if unknown := sorted({repr(name) for name in given} - {repr(name) for name in names}):
             raise RunError(
-                f"samples of the rollout have the teacher {unknown[0]}, but --opd-teacher-loads has "
+                f"samples of the rollout have the teacher {unknown[0]}, but --opd-teacher-load has "
                 f"{', '.join(names)}: start a new run with a teacher for each name in the column of --opd-teacher-key"
             )
         batch = replace(batch, teacher_index=np.array([names[name] for name in given], np.int64))
@@ -178,7 +178,7 @@ def _read_top_k(table: pa.Table, batch: Batch, k: int) -> tuple[np.ndarray, np.n
     if "teacher_top_ids" not in table.column_names:
         raise RunError(
             "the rollout was generated without --opd-top-k, so it has no tokens of a teacher: start a new run with "
-            f"--opd-type engine and --opd-top-k {k}"
+            f"--opd-teacher-engine or --opd-teacher-url, and --opd-top-k {k}"
         )
     offsets, ids = list_column(table, "teacher_top_ids")
     logprobs, counts = list_column(table, "teacher_top_logprobs")[1], np.diff(offsets)
@@ -199,8 +199,8 @@ def _with_teacher_prompts(table: pa.Table, batch: Batch) -> Batch:
     samples without trained tokens are not changed."""
     if "teacher_prompt_ids" not in table.column_names:
         raise RunError(
-            "the rollout has no prompts for the teacher, because it was generated without --opd-hint-key: start a new "
-            "run with --opd-type self and --opd-hint-key"
+            "the rollout has no prompts for the teacher, because it was generated without --opd-self: start a new "
+            "run with --opd-self and --opd-hint-key"
         )
     offsets, prompts = list_column(table, "teacher_prompt_ids")
     token_ids, masks = [], []
@@ -213,7 +213,7 @@ def _with_teacher_prompts(table: pa.Table, batch: Batch) -> Batch:
         if mask.any():
             if not len(prompt):
                 raise RunError(
-                    f"sample {table['sample_id'][row]} has no prompt for the teacher, which --opd-type self needs: "
+                    f"sample {table['sample_id'][row]} has no prompt for the teacher, which --opd-self needs: "
                     "generate it from a prompt of --prompt-data"
                 )
             first = int(mask.argmax())

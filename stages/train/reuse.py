@@ -25,7 +25,7 @@ class Reuse:
     parent: RunKeys
     rounds: range
     min_effective_sample_size: float  # --min-effective-sample-size
-    per_token_loss: bool  # --calculate-per-token-loss of the fork
+    loss_unit: str | None  # `AlgorithmConfig.loss_unit` of the fork
 
     def compare(self, store: Store, rollout: Commit, step: Commit) -> dict[str, float]:
         """Return the metrics of a trained round: `step` is its commit, which is not in the store yet. They are absent
@@ -39,7 +39,7 @@ class Reuse:
             return {}
         original = store.committed(self.parent.step_prefix(step.index))
         of_parent = None if original is None else read_trained_tokens(store, original)
-        metrics = reuse_metrics(read_table(store, rollout), trained, of_parent, per_token_loss=self.per_token_loss)
+        metrics = reuse_metrics(read_table(store, rollout), trained, of_parent, self.loss_unit)
         size, bound = metrics.get("reuse/ess_tokens", 1.0), self.min_effective_sample_size
         if not size >= bound:  # also if it is not a number
             raise GateFailed(
@@ -52,7 +52,7 @@ class Reuse:
 
 
 def reuse_metrics(
-    samples: pa.Table, trained: pa.Table, of_parent: pa.Table | None, *, per_token_loss: bool
+    samples: pa.Table, trained: pa.Table, of_parent: pa.Table | None, loss_unit: str | None
 ) -> dict[str, float]:
     """Return the metrics of a round.
 
@@ -60,7 +60,7 @@ def reuse_metrics(
         samples: the rollout's B samples, with the log-probs of the policy that sampled them.
         trained: the fork's log-probs and advantages of the N trained tokens (TOKENS_SCHEMA), in B rows.
         of_parent: the same of the parent; None if it has not trained the round, or has not stored them.
-        per_token_loss: whether every token has equal weight in the loss; otherwise every trajectory has.
+        loss_unit: column of the samples whose values have equal weight in the loss; None: all tokens have.
     """
     offsets, logprobs = list_column(trained, "trainer_logprobs")
     advantages, num_tokens = list_column(trained, "advantages")[1].astype(np.float64), np.diff(offsets)
@@ -81,8 +81,10 @@ def reuse_metrics(
     same = num_tokens == np.diff(parent_offsets)  # samples with the same trained tokens in both runs
     before = parent_advantages.astype(np.float64)[np.repeat(same, np.diff(parent_offsets))]
     now, sample = advantages[np.repeat(same, num_tokens)], sample[np.repeat(same, num_tokens)]
-    trajectories = samples["trajectory_id"].combine_chunks().dictionary_encode().indices.to_numpy()[sample]
-    weights = np.ones(len(now)) if per_token_loss else 1 / np.bincount(trajectories)[trajectories]
+    weights = np.ones(len(now))
+    if loss_unit is not None:
+        units = samples[loss_unit].combine_chunks().dictionary_encode().indices.to_numpy()[sample]
+        weights /= np.bincount(units)[units]
     return metrics | {
         "reuse/advantage_flips": float((now * before < 0).mean()) if len(now) else 0.0,
         "reuse/advantage_weight_cosine": cosine(weights * now, weights * before),

@@ -112,7 +112,7 @@ TOKENS_SCHEMA = pa.schema(
         ("step_logprobs", pa.list_(pa.float32())),  # in the optimizer step of the token (--keep-step-logprobs)
         ("entropy", pa.list_(pa.float32())),  # in the optimizer step, if the loss uses it
         ("ref_logprobs", pa.list_(pa.float32())),
-        ("trainer_teacher_logprobs", pa.list_(pa.float32())),  # of a teacher in the trainer (--opd-type megatron)
+        ("trainer_teacher_logprobs", pa.list_(pa.float32())),  # of a teacher in the trainer (--opd-teacher-load)
         ("values", pa.list_(pa.float32())),  # of the critic before its update
         ("divergence", pa.list_(pa.float32())),  # from the teacher's distribution, in the optimizer step
     ]

@@ -365,7 +365,7 @@ class Pipeline:
                 return ours
             case "engine":
                 return running("engines/sglang/launch.py")
-            case "teacher":  # the engine of --opd-teacher-load
+            case "teacher":  # the engine of --opd-teacher-engine
                 return [process for process in running("engines/sglang/launch.py") if "/teacher " in command(process)]
             case "scheduler":  # the engine's process with the model
                 return running("sglang::scheduler")

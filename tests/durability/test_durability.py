@@ -78,7 +78,7 @@ def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, s
 @pytest.mark.full
 def test_run_with_the_engine_of_a_teacher_survives_kills(world: World) -> None:
     teacher = make_tiny_model(world.root / "teacher", seed=1)
-    flags = [*tiny_flags(world, rounds=3), "--use-opd", "--opd-type", "engine", "--opd-teacher-load", str(teacher)]
+    flags = [*tiny_flags(world, rounds=3), "--opd-teacher-engine", str(teacher)]
     world.start_prefect()
     pipeline = Pipeline(world, "taught", str(world.root / "store"), flags)
     kills = kill_at(pipeline, [("publish-after", "engine"), ("train-mid-step", "tree"), ("publish-after", "teacher")])

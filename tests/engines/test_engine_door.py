@@ -85,7 +85,7 @@ NEEDS = {
     Capability.SEEDS: "--rollout-sampling-seeds",
     Capability.PARAMETERS: "--rollout-sampling min_p=0.1",
     Capability.EXPERTS: "--use-rollout-routing-replay",
-    Capability.SCORES: "--opd-type engine --opd-teacher-url http://teacher:1",
+    Capability.SCORES: "--opd-teacher-url http://teacher:1",
     Capability.FP32_HEAD: "--fp32-lm-head",
     Capability.QUANTIZED: "--hf-checkpoint {quantized}",
     Capability.SEVERAL_GPUS: "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
@@ -127,9 +127,9 @@ def test_an_option_of_the_engine_is_refused_unless_the_backend_has_its_capabilit
 
 
 def test_the_engine_of_a_teacher_needs_the_capability_of_several_gpus(row: None) -> None:
-    words = "--num-rollout 1 --opd-type engine --opd-teacher-load t --opd-teacher-num-gpus 2 --engine"
+    words = "--num-rollout 1 --opd-teacher-engine t --opd-teacher-num-gpus 2 --engine"
     check_options(Flow.TRAIN, derive(parse_config([*WORDS, *words.split(), "sglang"])))
-    with pytest.raises(EngineError, match="--opd-type engine needs"):
+    with pytest.raises(EngineError, match=r"a teacher in an engine .* needs"):
         check_options(Flow.TRAIN, derive(parse_config([*WORDS, *words.split(), "stub"])))
 
 

@@ -220,7 +220,7 @@ def test_engine_with_fp8_weights_computes_in_bf16(
 def test_engine_of_the_teacher_computes_in_the_dtype_of_the_policy(
     dtype: str | None, on_cpus: str, tiny_model: Path, other_tiny_model: Path
 ) -> None:
-    words = ["--use-opd", "--opd-type", "engine", "--opd-teacher-load", str(other_tiny_model)]
+    words = ["--opd-teacher-engine", str(other_tiny_model)]
     words += ["--params-dtype", dtype] if dtype else []
     words += ["--sglang-dtype", "half"]  # of the policy's engines only
     config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), "--num-rollout", "1", *words])

@@ -313,7 +313,7 @@ def test_rows_are_checked_although_a_key_of_a_tracker_is_missing(
     [
         ("--hf-checkpoint Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
         ("--ref-load meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
-        ("--use-opd --opd-type megatron --opd-teacher-load a/b", "hf download a/b --local-dir b"),
+        ("--use-opd --opd-teacher-load a/b", "hf download a/b --local-dir b"),
         ("--prompt-data openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
         ("--eval-prompt-data a openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
     ],

@@ -208,7 +208,8 @@ def test_fork_of_a_fork_with_reused_rollouts_starts_engines_again_unless_it_reus
         (["--num-rollout-per-start", "2"], r"--num-rollout-per-start has no effect"),
         (["--debug-train-only", "false"], r"--debug-train-only has no effect"),
         (["--use-rollout-routing-replay"], r"--use-rollout-routing-replay needs data .* r was started without it"),
-        (["--opd-type", "engine", "--opd-teacher-load", "teacher"], r"--opd-type engine needs data"),
+        (["--opd-self"], "--opd-hint-template cannot change with --reuse-rollouts"),
+        (["--opd-teacher-engine", "teacher"], r"a teacher in an engine needs data"),
         (["--min-effective-sample-size", "1.5"], r"--min-effective-sample-size"),
     ],
 )

@@ -186,6 +186,21 @@ def test_4b_model_trains_on_one_80_gib_gpu(model_dir: Callable[[str], str], caps
     assert main(["doctor", "--plan", *words[:-2], *models.split()]) == 1
 
 
+def test_doctor_plans_the_heads_of_teachers_whose_distributions_are_over_the_vocabulary(
+    model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["doctor", "--plan", "--hf-checkpoint", model_dir("qwen3-4B"), "--gpu-memory-gib", "200"]
+    totals = []
+    for teachers in ("--opd-self", "--opd-self --opd-top-k 8", "--opd-teacher-load a=/a b=/b"):
+        assert main([*words, "--opd-divergence", "jsd", *teachers.split()]) == 0
+        rows = {line[:34].strip(): line[34:].split() for line in capsys.readouterr().out.splitlines()}
+        heads = rows.get("trainer, heads of teachers", ["0"])
+        totals.append((float(rows["trainer"][0]), float(heads[0])))
+    head = 151936 * 2560 * 2 / GIB
+    assert [heads for _, heads in totals] == [pytest.approx(n * head, abs=0.05) for n in (1, 0, 2)]
+    assert totals[2][0] - totals[1][0] == pytest.approx(2 * head, abs=0.11)
+
+
 def test_doctor_plans_the_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = qwen2_5(36, 2048, 11008, 16, 2, tied=True)
     (tmp_path / "config.json").write_text(json.dumps(entries))
@@ -221,7 +236,7 @@ def test_doctor_plans_the_engine_of_a_teacher(
     model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--hf-checkpoint", model_dir("qwen3-0.6B"), "--gpu-memory-gib", "80", *FULL.split(), "--num-gpus", "8"]
-    words += ["--rollout-num-gpus", "2", "--use-opd", "--opd-type", "engine", "--opd-teacher-load"]
+    words += ["--rollout-num-gpus", "2", "--opd-teacher-engine"]
     assert main(["doctor", "--plan", *words, model_dir("qwen3-32B"), "--opd-teacher-num-gpus", "2"]) == 0
     text = capsys.readouterr().out
     rows = {line[:34].strip(): line[34:].split() for line in text.splitlines()}
@@ -229,8 +244,8 @@ def test_doctor_plans_the_engine_of_a_teacher(
     assert rows["host memory of a trainer rank"] == ["0.0"], "the trainer does not load the teacher"
     assert main(["doctor", "--plan", *words, model_dir("deepseek-v3")]) == 1
     assert "does not fit: the teacher's weights exceed" in capsys.readouterr().out
-    config = parse_config([*words[:2], *words[-4:], model_dir("deepseek-v3")])
-    with pytest.raises(EngineError, match=r"the engine of --opd-teacher-load needs .* raise --opd-teacher-num-gpus"):
+    config = parse_config([*words[:2], *words[-1:], model_dir("deepseek-v3")])
+    with pytest.raises(EngineError, match=r"the engine of --opd-teacher-engine needs .* raise --opd-teacher-num-gpus"):
         plans.check_memory(plans.plan_gpu_memory(Flow.TRAIN, config, read_shape(words[1]), 80 * GIB))
     with pytest.raises(LayoutError, match=r"the run needs 2 .*--opd-teacher-num-gpus for the teacher"):
         plans.check_gpu_count(Flow.TRAIN, config, 1)

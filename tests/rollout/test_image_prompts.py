@@ -368,8 +368,8 @@ def test_hint_for_a_prompt_with_an_image_is_refused(place: Path, tokenizer: Prom
     path = write_jsonl(
         place / "rows.jsonl", [{"input": "a", "demo": "b"}, {"input": "<image>", "images": ["one.png"], "demo": "b"}]
     )
-    with pytest.raises(DataError, match=r"rows.jsonl row 1: .*--opd-hint-key"):
-        check_prompt_data(config_of(path, opd_hint_key="demo"), tokenizer=tokenizer)
+    with pytest.raises(DataError, match=r"rows.jsonl row 1: .*--opd-self"):
+        check_prompt_data(config_of(path, opd_hint_key="demo"), tokenizer=tokenizer, hint_template="{prompt}{hint}")
 
 
 def test_length_limits_count_image_tokens(place: Path, tokenizer: PromptTokenizer, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""--opd-type engine: log-probs of a teacher's server, in the samples and in the trainer."""
+"""--opd-teacher-engine and --opd-teacher-url: log-probs of a teacher's server, in the samples and in the trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.flows.runtime.engine_options import device_counts, run_placement, 
 from penstock.flows.runtime.preflight import check_teacher
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import ServingTeacher, open_teacher
-from penstock.stages.rollout.prompts.data_source import RolloutRound, add_hint
+from penstock.stages.rollout.prompts.data_source import add_hint
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.train.batching import Batch, read_teacher_logprobs
 from penstock.storage.errors import DataError, ModelError, OptionError, PluginError, RunError
@@ -73,14 +73,11 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def score(serving: str | ServingTeacher | None, *samples: Sample, top_k: int = 0, **options: Any) -> None:
-    url = serving if isinstance(serving, str) else None
-
+def score(serving: str | dict[str, str] | ServingTeacher, *samples: Sample, top_k: int = 0) -> None:
     async def run() -> None:
-        config = RolloutConfig(opd_teacher_url=url, **options)
-        own = None if url else serving
-        assert not isinstance(own, str)
-        async with open_teacher(config, own, RolloutRound("r", 0, 0), top_k) as teacher:
+        named = {"": serving} if isinstance(serving, str) else serving
+        servers, own = (named, None) if isinstance(named, dict) else ({}, named)
+        async with open_teacher(RolloutConfig(), servers, own, top_k) as teacher:
             assert teacher is not None
             await teacher.score(samples)
 
@@ -127,15 +124,15 @@ def test_each_sample_is_scored_by_the_teacher_that_its_prompt_names(server: Serv
     with json_server(other.answer) as other.address:
         urls = {"math": server.address + "/", "code": other.address}
         rows = [sample(metadata={TEACHER: name}, token_ids=[5, 6, 7, i]) for i, name in enumerate(["math", "code"] * 2)]
-        score(None, *rows, opd_teacher_urls=urls)
+        score(urls, *rows)
         assert [
             sorted(ids[3] for [ids] in (body["input_ids"] for body in each.bodies)) for each in (server, other)
         ] == [
             [0, 2],
             [1, 3],
         ]
-        with pytest.raises(DataError, match="names the teacher 'law', but --opd-teacher-urls has code, math"):
-            score(None, sample(metadata={TEACHER: "law"}), opd_teacher_urls=urls)
+        with pytest.raises(DataError, match="names the teacher 'law', but --opd-teacher-url has code, math"):
+            score(urls, sample(metadata={TEACHER: "law"}))
 
 
 def test_request_waits_while_the_engine_of_the_run_restarts(server: Server) -> None:
@@ -208,7 +205,7 @@ def test_trainer_reads_the_stored_log_probs() -> None:
 
 def test_missing_log_probs_and_those_of_other_tokens_are_refused() -> None:
     table = to_table([sample()])
-    with pytest.raises(RunError, match="generated without a teacher: start a new run with --opd-type engine"):
+    with pytest.raises(RunError, match="generated without a teacher: start a new run with --opd-teacher-engine"):
         read_teacher_logprobs(table, Batch.from_table(table, needs_rewards=True))
     with pytest.raises(PluginError, match="teacher_logprobs has length 3, but there are 4 tokens"):
         to_table([sample(teacher_logprobs=[0.0, 0.0, -1.0])])
@@ -219,57 +216,57 @@ def test_missing_log_probs_and_those_of_other_tokens_are_refused() -> None:
 WORDS = ["--hf-checkpoint", "m", "--use-opd"]
 
 
-def test_teacher_on_a_server_is_not_loaded_by_the_trainer(tmp_path: Path) -> None:
-    config = parse_config([*WORDS, "--opd-type", "engine", "--opd-teacher-url", "http://teacher:30000"])
+def test_teacher_on_a_server_is_not_loaded_by_the_trainer() -> None:
+    config = parse_config([*WORDS, "--opd-teacher-url", "http://teacher:30000"])
     assert config.train.reads_teacher_logprobs and not config.train.loads_teacher
-    own = parse_config([*WORDS, "--opd-type", "megatron", "--opd-teacher-load", "teacher"]).train
+    own = parse_config([*WORDS, "--opd-teacher-load", "teacher"]).train
     assert own.loads_teacher and not own.reads_teacher_logprobs
+    assert own.auxiliary_models == {"teacher": "teacher"}
+
+
+def test_one_or_several_teachers_are_given_with_the_same_flag() -> None:
+    several = parse_config([*WORDS, "--opd-teacher-load", "b=/b", "a=/a"]).train
+    assert several.auxiliary_models == {"teacher.a": "/a", "teacher.b": "/b"} and several.teacher_names == ["a", "b"]
+    for words in (["http://h:1/?a=b"], ["http://g:1", "--opd-teacher-url", "http://h:1/?a=b"]):  # the last one counts
+        config = parse_config([*WORDS, "--opd-teacher-url", *words])
+        assert config.train.opd is not None and {*config.train.opd.servers} == {""}
+    config = parse_config([*WORDS, "--opd-teacher-url", "http://g:1", "--opd-teacher-url", "a=http://h:1"])
+    assert config.train.opd is not None and {*config.train.opd.servers} == {"a"}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--use-opd", "--opd-type", "engine"], "--opd-type engine needs either --opd-teacher-load"),
-        (["--opd-teacher-url", "http://t"], "--opd-teacher-url has no effect without --opd-type engine"),
-        (["--use-opd", "--opd-type", "megatron"], "--opd-teacher-load"),
-        (["--opd-type", "engine"], "--opd-type engine needs either --opd-teacher-load"),
+        ("--use-opd", "needs one kind of teacher"),
+        ("--opd-kl-coef 1", "needs one kind of teacher"),
+        ("--opd-self --opd-teacher-load t", "needs one kind of teacher"),
+        ("--opd-teacher-engine t --opd-teacher-url http://t", "needs one kind of teacher"),
+        ("--opd-teacher-num-gpus 2", r"\[train.opd.engine\] needs --opd-teacher-engine"),
         (
-            ["--use-opd", "--opd-type", "engine", "--opd-teacher-load", "t", "--opd-teacher-url", "http://t"],
-            "--opd-type engine needs either --opd-teacher-load, .* or --opd-teacher-url",
-        ),
-        (
-            ["--use-opd", "--opd-type", "engine", "--opd-teacher-url", "http://t", "--rollout-temperature", "0.8"],
+            "--opd-teacher-url http://t --rollout-temperature 0.8",
             "log-probs at temperature 1, but --rollout-temperature is 0.8",
         ),
-        (["--opd-type", "self"], "--opd-type self and --opd-hint-key"),
-        (["--opd-teacher-loads", "a=x", "b=y"], "several teachers .* and --opd-teacher-key"),
-        (["--opd-teacher-load", "t", "--opd-teacher-key", "domain"], "several teachers .* and --opd-teacher-key"),
-        (["--opd-teacher-urls", "a=http://t"], "--opd-teacher-urls: add --opd-type engine"),
         (
-            ["--opd-type", "self", "--opd-hint-key", "h", "--custom-generate-function-path", "f.py"],
+            "--opd-self --opd-hint-key h --custom-generate-function-path f.py",
             "--custom-generate-function-path may change the tokens",
         ),
         (
-            [
-                *["--opd-type", "engine", "--opd-teacher-url", "http://t", "--opd-divergence", "jsd"],
-                *["--opd-top-k", "4", "--rollout-function-path", "f.py"],
-            ],
+            "--opd-teacher-url http://t --opd-divergence jsd --opd-top-k 4 --rollout-function-path f.py",
             "--rollout-function-path may change the tokens",
         ),
-        (["--opd-hint-key", "h", "--opd-hint-template", "no places"], "must contain {prompt} and {hint}"),
-        (["--opd-hint-template", "{prompt} {hint}"], "--opd-hint-template has no effect"),
+        ("--opd-hint-template x", "must contain {prompt} and {hint}"),
     ],
 )
-def test_contradictory_options_of_the_teacher_are_refused(words: list[str], message: str) -> None:
+def test_contradictory_options_of_the_teacher_are_refused(words: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        parse_config(["--hf-checkpoint", "m", *words])
+        parse_config(["--hf-checkpoint", "m", *words.split()])
 
 
 # ---- the engine of the run -------------------------------------------------------------------------------------------
 
 
 def own_teacher(model: Path, *words: str) -> list[str]:
-    return [*WORDS, "--opd-type", "engine", "--opd-teacher-load", str(model), *words]
+    return [*WORDS, "--opd-teacher-engine", str(model), *words]
 
 
 def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) -> None:
@@ -284,7 +281,7 @@ def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) ->
     placement = run_placement(config)
     assert (placement.end_of_engines(4), placement.total_gpus(4)) == (11, 14)  # engines: GPUs 4-6 and 8-10
     assert device_counts(Flow.TRAIN, config) == (2, 8, False)
-    assert teacher_options(parse_config([*WORDS, "--opd-type", "engine", "--opd-teacher-url", "http://t"])) is None
+    assert teacher_options(parse_config([*WORDS, "--opd-teacher-url", "http://t"])) is None
 
 
 def test_teacher_whose_tokens_have_other_ids_is_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -330,14 +327,13 @@ def test_columns_of_teacher_and_hint_become_metadata_and_the_prompt_of_the_teach
     rows = [{"input": messages, "domain": "math", "demo": "It is {prompt} 2.", "metadata": {"n": 1}}]
     rows += [{"input": "2 + 2", "domain": "code", "demo": 4}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"opd_teacher_key": "domain", "opd_hint_key": "demo", "opd_hint_template": "{prompt}\n{hint}"}
-    config = RolloutConfig(prompt_data=[str(path)], **options)
+    config = RolloutConfig(prompt_data=[str(path)], opd_teacher_key="domain", opd_hint_key="demo")
     prompts, _ = PromptSource.open(config).take(PromptSource.open(config).restore(None), 2, None)
     assert [prompt.metadata for prompt in prompts] == [
         {"n": 1, TEACHER: "math", HINT: "It is {prompt} 2."},
         {TEACHER: "code", HINT: "4"},
     ]
-    hinted = [add_hint(prompt, config.opd_hint_template) for prompt in prompts]
+    hinted = [add_hint(prompt, "{prompt}\n{hint}") for prompt in prompts]
     assert hinted == [[messages[0], {"role": "user", "content": "1 + 1 {hint}?\nIt is {prompt} 2."}], "2 + 2\n4"]
     assert prompts[0].content == messages, "the policy's prompt is not changed"
 
@@ -352,7 +348,10 @@ def test_columns_of_teacher_and_hint_become_metadata_and_the_prompt_of_the_teach
 def test_prompts_that_name_an_unknown_teacher_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"input": "1", "domain": "math"}\n{"input": "1", "domain": "law"}\n')
-    words = [*WORDS, "--prompt-data", str(path), "--opd-teacher-key", "domain", "--opd-teacher-loads", "math=x"]
+    words = [*WORDS, "--prompt-data", str(path), "--opd-teacher-key", "domain", "--opd-teacher-load", "math=x"]
     check_teacher(parse_config([*words, "law=y"]))
     with pytest.raises(DataError, match=r"names the teacher 'law' .* but the run has code, math"):
         check_teacher(parse_config([*words, "code=y"]))
+    words = [word for word in words if word not in ("--opd-teacher-key", "domain")]
+    with pytest.raises(DataError, match=r"names the teacher None .* correct the row, --opd-teacher-key"):
+        check_teacher(parse_config(words))

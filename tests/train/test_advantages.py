@@ -106,7 +106,7 @@ VARIANTS: list[Any] = [
     {"gamma": 0.9, "lambd": 0.95},
     {"gamma": 0.0},
     *({"kl_coef": 0.3, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")),
-    {"kl_coef": 0.1, "use_rollout_logprobs": True, "opd": {"opd_kl_coef": 0.5}},
+    {"kl_coef": 0.1, "use_rollout_logprobs": True, "opd": {"opd_kl_coef": 0.5, "hinted": {}}},
     {"opd": {}, "normalize_advantages": True, "kl_coef": 0.2, "gamma": 0.99, "lambd": 0.9},
 ]
 
@@ -206,7 +206,8 @@ def test_user_defined_estimator_replaces_the_built_in_one(tmp_path: Path) -> Non
     )
     samples = ragged(3)
     found = estimate_advantages(
-        experience(samples), options(custom_advantage_function_path=str(mine), gamma=0.5, opd={"opd_kl_coef": 0.0})
+        experience(samples),
+        options(custom_advantage_function_path=str(mine), gamma=0.5, opd={"opd_kl_coef": 0.0, "hinted": {}}),
     )
     assert found.advantages.tolist() == [sample.reward * 0.5 for sample in samples for _ in range(sample.length)]
     assert "rollout/opd_reverse_kl" in found.metrics  # what follows the estimator still follows

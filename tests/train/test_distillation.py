@@ -100,7 +100,7 @@ def test_each_sample_is_compared_with_the_teacher_that_its_prompt_names() -> Non
     rows, tables = samples(1), {"b": table_of(1), "a": table_of(2)}
     for number, row in enumerate(rows):
         row.metadata[TEACHER] = "ab"[number // 8 % 2]
-    config = config_of(opd_teacher_loads={"b": "/b", "a": "/a"}, opd_kl_coef=2.0)
+    config = config_of(opd_teacher_load={"b": "/b", "a": "/a"}, opd_kl_coef=2.0)
     metrics, found, _ = train(rows, config, teachers={f"teacher.{name}": table for name, table in tables.items()})
     expected = [
         reverse_kl(probs(table_of(0), row.token_ids[:i]), probs(tables[row.metadata[TEACHER]], row.token_ids[:i]))
@@ -110,12 +110,12 @@ def test_each_sample_is_compared_with_the_teacher_that_its_prompt_names() -> Non
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     loss = metrics["train/pg_loss"] + 2 * metrics["train/opd_divergence"]
     assert metrics["train/loss"] == pytest.approx(loss, abs=1e-5)
-    top = config_of(opd_teacher_loads={"b": "/b", "a": "/a"}, opd_top_k=VOCABULARY - 1)
+    top = config_of(opd_teacher_load={"b": "/b", "a": "/a"}, opd_top_k=VOCABULARY - 1)
     _, of_top_k, _ = train(rows, top, teachers={f"teacher.{name}": table for name, table in tables.items()})
     np.testing.assert_allclose(of_top_k, expected, rtol=1e-4)
 
     rows[0].metadata[TEACHER] = "c"
-    with pytest.raises(RunError, match="have the teacher 'c', but --opd-teacher-loads has a, b"):
+    with pytest.raises(RunError, match="have the teacher 'c', but --opd-teacher-load has a, b"):
         train(rows, config)
 
 
@@ -124,7 +124,7 @@ def test_the_policy_teaches_itself_after_another_prompt(k: int | None) -> None:
     rows = samples(2)
     for number, row in enumerate(rows):
         row.teacher_prompt_ids = [3 + number % 7] * (1 + 3 * number % 11)
-    _, found, batch = train(rows, config_of(opd_type="self", opd_top_k=k))
+    _, found, batch = train(rows, config_of(hinted={}, opd_top_k=k))
     expected = []
     for row in rows:
         for i in trained_positions(row):
@@ -142,7 +142,7 @@ def test_same_prompt_for_teacher_and_policy_gives_no_divergence() -> None:
     rows = samples(2)
     for row in rows:
         row.teacher_prompt_ids = row.token_ids[: row.prompt_length]
-    metrics, found, _ = train(rows, config_of(opd_type="self"))
+    metrics, found, _ = train(rows, config_of(hinted={}))
     assert abs(found).max() < 1e-12 and metrics["train/loss"] == pytest.approx(metrics["train/pg_loss"], abs=1e-9)
 
 
@@ -150,7 +150,7 @@ def test_log_ratio_to_itself_after_a_hint_is_subtracted_from_the_advantages() ->
     rows = samples(2)
     for row in rows:
         row.teacher_prompt_ids = [9, *row.token_ids[: row.prompt_length]]
-    config = TrainConfig(**KEPT, opd={"opd_type": "self"})
+    config = TrainConfig(**KEPT, opd={"hinted": {}})
     table = to_table(rows)
     batch = add_teacher_data(Batch.from_table(table, needs_rewards=True), table, config)
     engine: Any = SumEngine(torch.float32)
@@ -179,21 +179,21 @@ def test_stored_tokens_of_an_engine_give_the_divergence_of_the_same_teacher_in_t
     opd = {"opd_top_k": 4, "opd_divergence": "forward_kl"}
     _, expected, _ = train(samples(3), config_of(opd_teacher_load="t", **opd), teachers={"teacher": table_of(5)})
     for k in (4, 6):  # more than are needed may be stored
-        _, found, _ = train(stored(samples(3), k), config_of(opd_type="engine", **opd))
+        _, found, _ = train(stored(samples(3), k), config_of(opd_teacher_url="http://t", **opd))
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
     with pytest.raises(RunError, match="lack the teacher's 4 most probable tokens"):
-        train(stored(samples(3), 3), config_of(opd_type="engine", **opd))
+        train(stored(samples(3), 3), config_of(opd_teacher_url="http://t", **opd))
     with pytest.raises(RunError, match="generated without --opd-top-k"):
-        train(samples(3), config_of(opd_type="engine", **opd))
+        train(samples(3), config_of(opd_teacher_url="http://t", **opd))
 
 
 def test_missing_prompts_of_the_teacher_are_refused() -> None:
     rows = samples(2)
-    with pytest.raises(RunError, match="generated without --opd-hint-key"):
-        train(rows, config_of(opd_type="self"))
+    with pytest.raises(RunError, match="generated without --opd-self"):
+        train(rows, config_of(hinted={}))
     rows[0].teacher_prompt_ids = [1]
     with pytest.raises(RunError, match="has no prompt for the teacher"):
-        train(rows, config_of(opd_type="self"))
+        train(rows, config_of(hinted={}))
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -204,12 +204,10 @@ def test_missing_prompts_of_the_teacher_are_refused() -> None:
     [
         ({"opd_top_k": 4, "opd_divergence": None, "opd_teacher_load": "t"}, "--opd-top-k 4 has no effect"),
         ({"opd_jsd_beta": 0.3, "opd_teacher_load": "t"}, "--opd-jsd-beta 0.3 has no effect"),
-        ({"opd_type": "engine"}, "which --opd-type engine does not return: add --opd-top-k"),
-        ({"opd_self_ema": 0.01, "opd_teacher_load": "t"}, "--opd-self-ema 0.01 has no effect"),
-        ({"opd_type": "self", "opd_teacher_load": "t"}, "--opd-type self takes the policy as the teacher"),
-        ({"opd_teacher_loads": {"a": "a"}, "opd_teacher_load": "t"}, "--opd-teacher-loads names teachers"),
-        ({"opd_teacher_loads": {"a/b": "a"}}, "use only letters, digits"),
-        ({}, "needs --opd-teacher-load"),
+        ({"opd_teacher_url": "http://t"}, "which an engine does not return: add --opd-top-k"),
+        ({"hinted": {}, "opd_teacher_load": "t"}, "needs one kind of teacher"),
+        ({"opd_teacher_load": {"a/b": "a"}}, "use only letters, digits"),
+        ({}, "needs one kind of teacher"),
     ],
 )
 def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -219,13 +217,11 @@ def test_contradictory_options_are_refused(options: dict[str, Any], message: str
 
 def test_self_distillation_over_the_vocabulary_refuses_context_parallelism_and_its_average_refuses_adapters() -> None:
     with pytest.raises(ValueError, match="--context-parallel-size 2 splits"):
-        TrainConfig(
-            opd={"opd_type": "self", "opd_divergence": "jsd"}, context_parallel_size=2, actor_num_gpus_per_node=2
-        )
+        TrainConfig(opd={"hinted": {}, "opd_divergence": "jsd"}, context_parallel_size=2, actor_num_gpus_per_node=2)
     with pytest.raises(ValueError, match="--opd-self-ema averages all weights"):
-        TrainConfig(opd={"opd_type": "self", "opd_self_ema": 0.1}, lora={"lora_rank": 2})
+        TrainConfig(opd={"hinted": {"opd_self_ema": 0.1}}, lora={"lora_rank": 2})
     with pytest.raises(ValueError, match="--opd-divergence has no effect with --loss-type sft_loss"):
-        TrainConfig(opd={"opd_type": "self", "opd_divergence": "jsd"}, loss_type="sft_loss")
+        TrainConfig(opd={"hinted": {}, "opd_divergence": "jsd"}, loss_type="sft_loss")
 
 
 def test_tail_of_an_engine_is_what_its_tokens_leave() -> None:

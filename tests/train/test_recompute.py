@@ -195,6 +195,8 @@ def test_round_of_the_trainer_is_exported_and_recomputed(
     for text in (from_store, from_file):  # token ids and the policy versions are the only differences
         assert "sample 0-7, group 0-0" in text and f"{result.step_losses[0]:.9g}" in text
         assert f"--advantage-estimator {stored.config.advantage_estimator}" in text
+        divergence = "--opd-divergence jsd --opd-top-k 5 --opd-jsd-beta 0.5 --opd-kl-coef 0.3"
+        assert (divergence in " ".join(text.split())) == stored.config.distills_vocabulary
     assert from_store.splitlines()[:20] == from_file.splitlines()[:20]
 
 

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ import pytest
 from random_rollouts import samples
 from test_restore import BASE, ListTrainer, write
 
+from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.reuse import Reuse, cosine, effective_sample_size, reuse_metrics
 from penstock.storage.commit import Commit, FileRecord, RunKeys
@@ -47,20 +49,29 @@ def naive_size(log_weights: list[float]) -> float:
     return sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
 
 
-@pytest.mark.parametrize("per_token_loss", [False, True])
-def test_metrics_are_those_of_a_naive_loop(per_token_loss: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [
+        ({}, "trajectory_id"),
+        ({"calculate_per_token_loss": True}, None),
+        ({"calculate_per_prompt_loss": True}, "group_id"),
+        ({"loss_denominator": 64}, None),
+    ],
+    ids=str,
+)
+def test_metrics_are_those_of_a_naive_loop(options: dict[str, Any], unit: str | None) -> None:
     rows = samples(7)
     own, parent = tokens_of(rows, 1), tokens_of(rows, 2)
-    metrics = reuse_metrics(to_table(rows), own, parent, per_token_loss=per_token_loss)
+    metrics = reuse_metrics(to_table(rows), own, parent, TrainConfig(**options).loss_unit)
     ratios, sums, now, before, flips = [], [], [], [], 0
     length = defaultdict(int)
     for row in rows:
-        length[row.trajectory_id] += len(trained_positions(row))
+        length[unit and getattr(row, unit)] += len(trained_positions(row))
     for row, mine, theirs in zip(rows, own.to_pylist(), parent.to_pylist(), strict=True):
         pairs = list(zip(mine["trainer_logprobs"], [row.rollout_logprobs[i] for i in trained_positions(row)]))
         ratios += [a - b for a, b in pairs]
         sums += [sum(a - b for a, b in pairs)] if pairs else []
-        weight = 1.0 if per_token_loss or not pairs else 1 / length[row.trajectory_id]
+        weight = 1 / length[getattr(row, unit)] if unit and pairs else 1.0
         now += [weight * a for a in mine["advantages"]]
         before += [weight * a for a in theirs["advantages"]]
         flips += sum(a * b < 0 for a, b in zip(mine["advantages"], theirs["advantages"]))
@@ -80,7 +91,7 @@ def test_metrics_are_those_of_a_naive_loop(per_token_loss: bool) -> None:
 def test_the_parents_own_round_has_full_size_no_flips_and_cosine_one() -> None:
     rows = samples(7)
     own = tokens_of(rows, 1, scale=0.0)
-    assert reuse_metrics(to_table(rows), own, own, per_token_loss=False) == pytest.approx(
+    assert reuse_metrics(to_table(rows), own, own, loss_unit="trajectory_id") == pytest.approx(
         {
             **{"reuse/ess_tokens": 1, "reuse/ess_samples": 1},
             **{"reuse/advantage_flips": 0, "reuse/advantage_weight_cosine": 1},
@@ -95,7 +106,7 @@ def test_samples_that_the_parent_has_not_trained_are_not_compared_with_it() -> N
     own, parent = tokens_of(graded, 1), tokens_of(rows, 2)
     pairs = zip(own["advantages"].to_pylist(), parent["advantages"].to_pylist(), strict=True)
     products = [a * b for mine, theirs in pairs for a, b in zip(mine, theirs)]  # zip ends with the shorter list
-    metrics = reuse_metrics(to_table(graded), own, parent, per_token_loss=True)
+    metrics = reuse_metrics(to_table(graded), own, parent, loss_unit=None)
     assert metrics["reuse/advantage_flips"] == pytest.approx(sum(product < 0 for product in products) / len(products))
 
 
@@ -106,7 +117,7 @@ def test_tokens_that_user_code_has_masked_are_left_out() -> None:
     for name in ("trainer_logprobs", "advantages"):  # as the trainer writes such tokens
         own[name][5] = [0.0] * len(own[name][5])
     masked, rest = (
-        reuse_metrics(to_table(kept), pa.table(values, schema=COMPARED), None, per_token_loss=True)
+        reuse_metrics(to_table(kept), pa.table(values, schema=COMPARED), None, loss_unit=None)
         for kept, values in ((rows, own), ([*rows[:5], *rows[6:]], others))
     )
     assert masked == pytest.approx(rest)
@@ -114,9 +125,9 @@ def test_tokens_that_user_code_has_masked_are_left_out() -> None:
 
 def test_samples_without_logprobs_or_without_tokens_have_no_metrics() -> None:
     rows = [replace(row, rollout_logprobs=[0.0] * len(row.loss_mask)) for row in samples(7)]
-    assert reuse_metrics(to_table(rows), tokens_of(rows, 1), None, per_token_loss=False) == {}
+    assert reuse_metrics(to_table(rows), tokens_of(rows, 1), None, loss_unit="trajectory_id") == {}
     rows = [replace(row, reward=None) for row in samples(7)]
-    assert reuse_metrics(to_table(rows), tokens_of(rows, 1), None, per_token_loss=False) == {}
+    assert reuse_metrics(to_table(rows), tokens_of(rows, 1), None, loss_unit="trajectory_id") == {}
 
 
 def test_effective_sample_size_has_its_limits_and_does_not_overflow() -> None:
@@ -170,7 +181,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def reuse(bound: float = 0.5, rounds: range = range(2)) -> Reuse:
-    return Reuse(PARENT, rounds, bound, per_token_loss=False)
+    return Reuse(PARENT, rounds, bound, loss_unit="trajectory_id")
 
 
 def test_a_reused_round_is_committed_with_its_metrics_and_replays_without_them(store: Store) -> None:

@@ -131,11 +131,11 @@ def add_hint(prompt: Prompt, template: str) -> str | Messages:
     last = next((message for message in reversed(messages) if message["role"] == "user"), None)
     hint = prompt.metadata.get(HINT)
     if prompt.images or not isinstance(hint, str) or last is None:
-        problem = "has no message of the user, to which --opd-hint-key adds the hint: add such a message"
+        problem = "has no message of the user, to which --opd-self adds the hint: add such a message"
         if prompt.images:
-            problem = "with images has a hint, which is not supported: omit --opd-hint-key, or the images"
+            problem = "with images has a hint, which is not supported: omit --opd-self, or the images"
         elif not isinstance(hint, str):
-            problem = f"has no hint for the teacher: add the metadata {HINT!r}, or omit --opd-hint-key"
+            problem = "has no hint for the teacher: name its column with --opd-hint-key, or omit --opd-self"
         raise DataError(f"a prompt {problem}")
     inserted = {"prompt": last["content"] or "", "hint": hint}
     # One pass over the template, so that {prompt} and {hint} in the inserted texts are not replaced.
@@ -219,6 +219,7 @@ class Dataset:
     round: RolloutRound
     prompt_filter: PromptFilter | None = None
     images: PromptImages | None = None
+    hint_template: str | None = None  # --opd-hint-template; None: the teacher sees the policy's prompts
 
     def __post_init__(self) -> None:
         self.state = self.prompts.restore(None)
@@ -244,9 +245,8 @@ class Dataset:
         return self._groups([prompt])[0]
 
     def _groups(self, prompts: Sequence[Prompt]) -> list[Group]:
-        template = self.config.opd_hint_template if self.config.opd_hint_key else None
         num_samples = self.config.n_samples_per_prompt
-        return new_groups(prompts, self.tokenizer, self.round, num_samples, template, self.images)
+        return new_groups(prompts, self.tokenizer, self.round, num_samples, self.hint_template, self.images)
 
 
 class RolloutDataSource:

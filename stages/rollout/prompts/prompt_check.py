@@ -27,12 +27,14 @@ def check_prompt_data(
     grading: RolloutConfig | None = None,
     tokenizer: PromptTokenizer | None = None,
     max_seq_len: int | None = None,
+    hint_template: str | None = None,
 ) -> int:
     """Parse all rows of --prompt-data, check every prompt, and return the number of rows.
 
     With `grading`, every row needs a reward, and a label if its reward compares responses with labels. With
     `tokenizer`, up to 97 rows of each entry are rendered; with `max_seq_len`, a prompt plus the longest response must
-    not exceed it. `is_sft`: rows are conversations to train on, not prompts to answer.
+    not exceed it. `is_sft`: rows are conversations to train on, not prompts to answer. With `hint_template`, every
+    prompt needs a hint.
     """
     if config.tool_key and not (config.apply_chat_template or is_sft):
         raise OptionError(
@@ -58,7 +60,7 @@ def check_prompt_data(
             check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
         if tokenizer is not None:
             number = config.prompt_data.index(entry.name)
-            check_rendered_rows(number, entry.rows, config, tokenizer, is_sft=is_sft, max_seq_len=max_seq_len)
+            check_rendered_rows(number, entry.rows, config, tokenizer, is_sft, max_seq_len, hint_template)
         num_rows += len(entry.rows)
     return num_rows
 
@@ -68,9 +70,9 @@ def check_rendered_rows(
     rows: Sequence[bytes],
     config: GenerationConfig,
     tokenizer: PromptTokenizer,
-    *,
     is_sft: bool = False,
-    max_seq_len: int | None,
+    max_seq_len: int | None = None,
+    hint_template: str | None = None,
 ) -> None:
     """Render some rows of an entry of --prompt-data, the one with the number `file`, as a check: the first 32 rows, 33
     rows evenly spaced from first to last, and the 32 longest rows. Their images are decoded. The other arguments are
@@ -88,8 +90,8 @@ def check_rendered_rows(
                     "the chat template does not write tool definitions: use a template that does, or ignore the tools "
                     "with --tool-key ''"
                 )
-            if config.opd_hint_key:
-                add_hint(prompt, config.opd_hint_template)
+            if hint_template is not None:
+                add_hint(prompt, hint_template)
             if is_sft:
                 pieces = split_trained_text(content, tokenizer, tools)
                 encoded = tokenizer.encode([text for text, _ in pieces])
