@@ -214,19 +214,13 @@ class PostTrainConfig(StageConfig):
     def _teacher_rules(self) -> Iterator[tuple[object, str]]:
         """Yield those of `rules` about what a teacher with hints, or in an engine, needs of the rollouts."""
         rollout, train = self.rollout, self.train
-        stores_more = train.distills_itself or train.stored_top_k
-        for flag, is_given in (
-            ("--custom-generate-function-path", train.distills_itself and rollout.custom_generate_function_path),
-            ("--rollout-function-path", stores_more and rollout.rollout_function_path),
-            (
-                "--custom-convert-samples-to-train-data-path",
-                stores_more and rollout.custom_convert_samples_to_train_data_path,
-            ),
-        ):
+        names = ["rollout_function_path", "custom_convert_samples_to_train_data_path"]
+        names += ["custom_generate_function_path"] if train.hinted else []
+        for name in names if train.hinted or train.stored_top_k else ():
             yield (
-                is_given,
-                f"{flag} may change the tokens for which the samples store what the teacher sees or says: omit it, or "
-                "use a teacher in the trainer (--opd-teacher-load)",
+                getattr(rollout, name),
+                f"{flag_of_field(name)} may change the tokens for which the samples store what the teacher sees or "
+                "says: omit it, or use a teacher in the trainer (--opd-teacher-load)",
             )
         yield (
             train.reads_teacher_logprobs and rollout.rollout_temperature != 1,
@@ -234,7 +228,7 @@ class PostTrainConfig(StageConfig):
             f"{rollout.rollout_temperature}: give 1, or use a teacher in the trainer (--opd-teacher-load)",
         )
         yield (
-            rollout.multimodal_keys and (train.reads_teacher_logprobs or train.distills_itself),
+            rollout.multimodal_keys and (train.reads_teacher_logprobs or train.hinted),
             "--multimodal-keys gives prompts images, which a teacher in an engine and one with hints (--opd-self) do "
             "not see: use a vision-language teacher in the trainer (--opd-teacher-load)",
         )

@@ -72,7 +72,7 @@ def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_
             critic=train.uses_critic,
             num_frozen=(train.uses_reference and not (train.lora and not train.ref_load))
             + len(train.teacher_names) * train.loads_teacher
-            + 2 * bool(train.self_ema),
+            + 2 * bool(train.hinted and train.hinted.opd_self_ema),
             num_copied_heads=len(train.teacher_names) if opd and opd.opd_divergence and not opd.opd_top_k else 0,
             lora=train.lora,
             freeze_vision=train.freeze_vision,

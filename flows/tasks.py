@@ -143,13 +143,14 @@ def _report_rollout(session: Session, prefix: str, commit: Commit) -> RolloutRef
 
 def rollout_context(session: Session, **options: Any) -> RolloutContext:
     """Return the context that all rounds of a run share. `options` are further fields of `RolloutContext`."""
+    hinted = session.config.train.hinted
     return RolloutContext(
         session.run.store,
         session.config.rollout_with_args,
         session.prompts,
         session.tokenizer,
         provenance=session.run.provenance,
-        hint_template=session.config.train.hint_template,
+        hint_template=hinted and hinted.opd_hint_template,
         **options,
     )
 
@@ -168,7 +169,7 @@ def generation_context(
         connect=session.processes.connect_for_training,
         read_counters=session.processes.engine_counters,
         teacher_top_k=train.stored_top_k,
-        teacher_urls=train.opd.servers if train.opd else {},
+        teacher_urls=train.opd.opd_teacher_url if train.opd else {},
         serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
     )
 

@@ -314,10 +314,15 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options on which the groups in the buffer of a rollout depend: name -> value. These options determine
     the samples, responses and rewards of a group, and other data of it that the trainer reads."""
     options = options_by_mutability(config, "identity")
-    train = config.train
-    of_teacher = train.reads_teacher_logprobs, train.served_teacher, train.stored_top_k, train.hint_template
-    read = {"experts": train.use_rollout_routing_replay, "teacher": of_teacher}
-    return {name: value for name, value in options.items() if name.startswith("rollout.")} | read
+    read = (
+        "use_rollout_routing_replay",
+        "opd.opd_top_k",
+        "opd.engine.opd_teacher_engine",
+        "opd.hinted.opd_hint_template",
+    )
+    train = {f"train.{name}" for name in read}
+    kept = {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
+    return kept | {"teacher": config.train.reads_teacher_logprobs}
 
 
 def _num_consecutive(indices: Sequence[int]) -> int:

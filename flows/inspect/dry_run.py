@@ -212,8 +212,8 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.data_sets]
     paths += [("--ref-load", config.train.ref_load or "")]
     if opd := config.train.opd:
-        paths += [("--opd-teacher-engine", config.train.served_teacher or "")]
-        paths += [("--opd-teacher-load", path) for path in opd.teachers.values()]
+        paths += [("--opd-teacher-engine", opd.engine.opd_teacher_engine if opd.engine else "")]
+        paths += [("--opd-teacher-load", path) for path in opd.opd_teacher_load.values()]
     engine, of_engine = config.rollout.engine, config.rollout.engine_options
     of_paths = engine_backend(engine).path_flags
     paths += [(engine_flag(engine, name), str(of_engine[name])) for name in of_paths if name in of_engine]

@@ -29,7 +29,7 @@ def check_addresses(config: PostTrainConfig) -> None:
         check_url("MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI"), MLFLOW)
     check_url("--wandb-host", run.wandb_host, HTTP)
     check_url("--rm-url", rollout.rm_url, HTTP)
-    for name, url in (config.train.opd.servers if config.train.opd else {}).items():
+    for name, url in (config.train.opd.opd_teacher_url if config.train.opd else {}).items():
         check_url(f"--opd-teacher-url {name}".rstrip(), url, HTTP)
     of_ray = {"--ray-address": run.ray_address}
     if run.ray_address == "auto":

@@ -393,7 +393,7 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=max_seq_len)
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
-        template = config.train.hint_template
+        template = config.train.hinted and config.train.hinted.opd_hint_template
         check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading, hint_template=template)
     for rollout in evaluated:
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
@@ -508,7 +508,7 @@ def check_teacher(config: PostTrainConfig) -> None:
     can start the engine of --opd-teacher-engine: its model is complete and supported, can be sharded, and has the
     tokens of the policy."""
     opd = config.train.opd
-    names = sorted(filter(None, {**opd.teachers, **opd.servers})) if opd else []
+    names = sorted(filter(None, {**opd.opd_teacher_load, **opd.opd_teacher_url})) if opd else []
     for row in read_first_rows(config.rollout) if names else ():
         if row.metadata.get(TEACHER) not in names:
             raise DataError(

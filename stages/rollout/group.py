@@ -513,10 +513,9 @@ async def open_teacher(
     if serving is None and not servers:
         yield None
         return
-    addresses = {name: (resolve_secrets(url) or "").rstrip("/") for name, url in servers.items()}
-    shown = f"--opd-teacher-url {redact(', '.join(addresses.values()))}"
+    urls: dict[str, Any] = {name: [(resolve_secrets(url) or "").rstrip("/")] for name, url in servers.items()}
+    shown = f"--opd-teacher-url {redact(', '.join(address for [address] in urls.values()))}"
     async with AsyncExitStack() as stack:
-        urls: dict[str, Any] = {name: [address] for name, address in addresses.items()}
         if serving is not None:
             shown, urls = "the teacher's engine (--opd-teacher-engine)", {"": stack.enter_context(serving())}
         backend = engine_backend(config.engine)

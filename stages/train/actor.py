@@ -239,10 +239,10 @@ class TrainActor:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)
                 assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
-            if not config.self_ema:
+            if not (config.hinted and config.hinted.opd_self_ema):
                 self.models.average = None  # of a parent that this run was forked from
             elif self.models.average is None:
-                self.models.average = self.models.policy.average_weights(None, config.self_ema)
+                self.models.average = self.models.policy.average_weights(None, config.hinted.opd_self_ema)
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
@@ -273,8 +273,10 @@ class TrainActor:
             )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
-            if config.self_ema:
-                self.models.average = self.models.policy.average_weights(self.models.average, config.self_ema)
+            if config.hinted and config.hinted.opd_self_ema:
+                self.models.average = self.models.policy.average_weights(
+                    self.models.average, config.hinted.opd_self_ema
+                )
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator
 
 from penstock.engines.lora import LoraOptions
 from penstock.stages.plugins import DEFAULT_NAMES
@@ -15,10 +17,15 @@ if TYPE_CHECKING:
     EstimatorName: TypeAlias = str
     PolicyLossName: TypeAlias = str
     DivergenceName: TypeAlias = str
+    Teachers: TypeAlias = dict[str, str]  # name -> path or URL; the name is "" if there is only one
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     DivergenceName = Literal[tuple(DIVERGENCES)]
+    Teachers = Annotated[
+        str | dict[str, str] | None,
+        AfterValidator(lambda value: {"": value} if isinstance(value, str) else value or {}),
+    ]
 
 HINT_TEMPLATE = (  # github.com/idanshen/Self-Distillation
     "{prompt}\n\nThis is an example for a response to the question:\n{hint}\n\n"
@@ -85,26 +92,16 @@ class DistillationConfig(StageConfig):
 
     hinted: HintedPolicyConfig | None = option(None, aliases=("opd-self",))
 
-    opd_teacher_load: str | dict[str, str] | None = option(None)
+    opd_teacher_load: Teachers = option(default_factory=dict)
     """Teacher in the trainer: a Hugging Face checkpoint of the policy's architecture and sizes. Several teachers:
     name=directory pairs; --opd-teacher-key is the column of the prompts that names the teacher of each prompt."""
 
     engine: TeacherEngineConfig | None = option(None, aliases=("opd-engine",))
 
-    opd_teacher_url: str | dict[str, str] | None = option(None, mutability="placement", secret=True)
+    opd_teacher_url: Teachers = option(default_factory=dict, mutability="placement", secret=True)
     """Teacher on a server: its address, such as http://10.0.0.7:30000; its log-probs are stored with the samples. It
     must be a server of the engine that --engine names, and its model must have the policy's tokenizer. Several
     teachers: name=address pairs, as in --opd-teacher-load."""
-
-    @property
-    def teachers(self) -> dict[str, str]:
-        """Name -> directory of each teacher in the trainer."""
-        return _by_name(self.opd_teacher_load)
-
-    @property
-    def servers(self) -> dict[str, str]:
-        """Name -> address of each teacher on a server."""
-        return _by_name(self.opd_teacher_url)
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield (
@@ -129,15 +126,10 @@ class DistillationConfig(StageConfig):
             "an engine does not return: add --opd-top-k, or use a teacher in the trainer (--opd-teacher-load)",
         )
         yield (
-            not all(re.fullmatch(r"[\w-]*", name) for name in self.teachers),
-            f"--opd-teacher-load has the names {', '.join(map(repr, self.teachers))}, which become names of files: use "
-            "only letters, digits, _ and -",
+            not all(re.fullmatch(r"[\w-]*", name) for name in self.opd_teacher_load),
+            f"--opd-teacher-load has the names {', '.join(map(repr, self.opd_teacher_load))}, which become names of "
+            "files: use only letters, digits, _ and -",
         )
-
-
-def _by_name(teachers: str | dict[str, str] | None) -> dict[str, str]:
-    """Return name -> teacher; the name is "" if there is only one."""
-    return {"": teachers} if isinstance(teachers, str) else teachers or {}
 
 
 class SequenceMaskingConfig(StageConfig):
@@ -361,7 +353,7 @@ class AlgorithmConfig(StageConfig):
         """Paths of the frozen models that the trainer loads: "reference", "teacher" or, with several teachers,
         "teacher.NAME" -> path."""
         paths = {"reference": self.ref_load} if self.ref_load else {}
-        teachers = sorted(self.opd.teachers.items()) if self.opd else ()
+        teachers = sorted(self.opd.opd_teacher_load.items()) if self.opd else ()
         return paths | {f"teacher.{name}" if name else "teacher": path for name, path in teachers}
 
     @property
@@ -377,7 +369,7 @@ class AlgorithmConfig(StageConfig):
     @property
     def teacher_names(self) -> list[str]:
         """Names of the teachers in the trainer, in the order of `Batch.teacher_index`; [""] if there is only one."""
-        return sorted(self.opd.teachers) if self.opd and self.opd.teachers else [""]
+        return sorted(self.opd.opd_teacher_load if self.opd else ()) or [""]
 
     @property
     def distills_vocabulary(self) -> bool:
@@ -385,19 +377,9 @@ class AlgorithmConfig(StageConfig):
         return self.opd is not None and self.opd.opd_divergence is not None
 
     @property
-    def distills_itself(self) -> bool:
-        """Whether the teacher is the policy, which sees another prompt."""
-        return self.opd is not None and self.opd.hinted is not None
-
-    @property
-    def self_ema(self) -> float | None:
-        """Share by which the teacher, a moving average of the policy, moves towards it after each round."""
-        return self.opd.hinted.opd_self_ema if self.opd and self.opd.hinted else None
-
-    @property
-    def hint_template(self) -> str | None:
-        """Text that a teacher with hints sees in place of the prompt; None: teachers see the policy's prompts."""
-        return self.opd.hinted.opd_hint_template if self.opd and self.opd.hinted else None
+    def hinted(self) -> HintedPolicyConfig | None:
+        """Options of a teacher that is the policy, which sees another prompt; None: the run has no such teacher."""
+        return self.opd.hinted if self.opd else None
 
     @property
     def stored_top_k(self) -> int:
@@ -408,11 +390,6 @@ class AlgorithmConfig(StageConfig):
     def reads_teacher_logprobs(self) -> bool:
         """Whether the samples have log-probs of a teacher."""
         return self.opd is not None and bool(self.opd.engine or self.opd.opd_teacher_url)
-
-    @property
-    def served_teacher(self) -> str | None:
-        """Path of the teacher for which the run starts an engine."""
-        return self.opd.engine.opd_teacher_engine if self.opd and self.opd.engine else None
 
     def refreshes_reference_at(self, version: int) -> bool:
         """Return whether policy `version` replaces the reference (--ref-update-interval)."""
@@ -569,7 +546,7 @@ class AlgorithmConfig(StageConfig):
             "--opd-divergence: omit one of these options",
         )
         yield (
-            self.lora and self.self_ema,
+            self.lora and self.hinted and self.hinted.opd_self_ema,
             "--opd-self-ema averages all weights, but --lora-rank trains only adapters: omit --opd-self-ema, and the "
             "teacher is the policy with its adapters at the beginning of the round",
         )

@@ -169,7 +169,7 @@ def add_teacher_data(batch: Batch, table: pa.Table, config: AlgorithmConfig) -> 
                 f"{', '.join(names)}: start a new run with a teacher for each name in the column of --opd-teacher-key"
             )
         batch = replace(batch, teacher_index=np.array([names[name] for name in given], np.int64))
-    return replace(batch, hinted=_with_teacher_prompts(table, batch)) if config.distills_itself else batch
+    return replace(batch, hinted=_with_teacher_prompts(table, batch)) if config.hinted else batch
 
 
 def _read_top_k(table: pa.Table, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:  # [N, k] each

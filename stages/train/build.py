@@ -69,7 +69,7 @@ class Models:
 
     def using_teachers(self, config: TrainConfig) -> Iterator[AbstractContextManager[None]]:
         """Yield for each teacher in the trainer a context in which the policy's model computes with its weights."""
-        if config.distills_itself:
+        if config.hinted:
             yield nullcontext() if self.average is None else self.policy.using_weights(self.average[0])
         for name in config.teacher_names if config.loads_teacher else ():
             yield self.policy.using_weights(self.teachers[f"teacher.{name}" if name else "teacher"])

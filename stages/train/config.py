@@ -214,7 +214,7 @@ class TrainConfig(AlgorithmConfig):
         if self.global_batch_size is not None:
             self.check_batch(self.global_batch_size)
         yield (
-            self.distills_vocabulary and self.distills_itself and self.context_parallel_size > 1,
+            self.distills_vocabulary and self.hinted and self.context_parallel_size > 1,
             f"--opd-divergence with --opd-self needs the positions of a token after two prompts on one rank, but "
             f"--context-parallel-size {self.context_parallel_size} splits sequences by position: use 1, or omit "
             "--opd-divergence",

@@ -135,7 +135,7 @@ def _problems(stored: StoredRound, values: Mapping[str, Tensor], of_loss: bool, 
     needed = {
         "trainer_logprobs": needs_old_logprobs(config, num_steps if of_loss else 1) and not config.use_rollout_logprobs,
         "ref_logprobs": config.use_kl_loss if of_loss else config.kl_coef > 0,
-        "trainer_teacher_logprobs": not config.distills_vocabulary and (config.loads_teacher or config.distills_itself),
+        "trainer_teacher_logprobs": not config.distills_vocabulary and (config.loads_teacher or config.hinted),
         "divergence": of_loss and config.distills_vocabulary,
         "values": config.uses_critic,
         "entropy": of_loss and (config.entropy_coef != 0 or config.loss_type == "custom_loss"),

@@ -203,7 +203,7 @@ def gather_experience(
     if config.distills_vocabulary:
         with clock("teacher_logprobs"):
             attach_teachers(models, steps, batch, config, temperature)
-    elif config.loads_teacher or config.distills_itself:
+    elif config.loads_teacher or config.hinted:
         with clock("teacher_logprobs"):
             experience.teacher_logprobs = torch.zeros(len(batch.trained_positions), dtype=torch.float64)
             for is_own, using_teacher in zip(_teacher_masks(batch, config), models.using_teachers(config)):

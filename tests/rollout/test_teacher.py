@@ -229,9 +229,9 @@ def test_one_or_several_teachers_are_given_with_the_same_flag() -> None:
     assert several.auxiliary_models == {"teacher.a": "/a", "teacher.b": "/b"} and several.teacher_names == ["a", "b"]
     for words in (["http://h:1/?a=b"], ["http://g:1", "--opd-teacher-url", "http://h:1/?a=b"]):  # the last one counts
         config = parse_config([*WORDS, "--opd-teacher-url", *words])
-        assert config.train.opd is not None and {*config.train.opd.servers} == {""}
+        assert config.train.opd is not None and {*config.train.opd.opd_teacher_url} == {""}
     config = parse_config([*WORDS, "--opd-teacher-url", "http://g:1", "--opd-teacher-url", "a=http://h:1"])
-    assert config.train.opd is not None and {*config.train.opd.servers} == {"a"}
+    assert config.train.opd is not None and {*config.train.opd.opd_teacher_url} == {"a"}
 
 
 @pytest.mark.parametrize(
