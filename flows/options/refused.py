@@ -104,7 +104,7 @@ def check_listed_flag(name: str, args: Sequence[str]) -> None:
             return
         if key in REFUSED:
             raise OptionError(f"{key} is not supported: {REFUSED[key]}")
-    values = " or ".join(key.partition(" ")[2] for key in ACCEPTED if key.partition(" ")[0] == name)
+    values = " or ".join(key.partition(" ")[2] for key in (*ACCEPTED, *SYNONYMS) if key.partition(" ")[0] == name)
     raise OptionError(f"{with_value[:120]} is not supported: give {values}, or omit {name}")
 
 

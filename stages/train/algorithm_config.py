@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, PlainSerializer
 
 from penstock.engines.lora import LoraOptions
 from penstock.stages.plugins import DEFAULT_NAMES
@@ -25,6 +25,7 @@ else:
     Teachers = Annotated[
         str | dict[str, str] | None,
         AfterValidator(lambda value: {"": value} if isinstance(value, str) else value or {}),
+        PlainSerializer(lambda teachers: teachers.get("", teachers)),  # one teacher is written as it is given
     ]
 
 HINT_TEMPLATE = (  # github.com/idanshen/Self-Distillation

@@ -73,11 +73,11 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def score(serving: str | dict[str, str] | ServingTeacher, *samples: Sample, top_k: int = 0) -> None:
+def score(serving: str | dict[str, str] | ServingTeacher, *samples: Sample, top_k: int = 0, **options: Any) -> None:
     async def run() -> None:
         named = {"": serving} if isinstance(serving, str) else serving
         servers, own = (named, None) if isinstance(named, dict) else ({}, named)
-        async with open_teacher(RolloutConfig(), servers, own, top_k) as teacher:
+        async with open_teacher(RolloutConfig(**options), servers, own, top_k) as teacher:
             assert teacher is not None
             await teacher.score(samples)
 
