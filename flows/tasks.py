@@ -150,7 +150,7 @@ def rollout_context(session: Session, **options: Any) -> RolloutContext:
         session.prompts,
         session.tokenizer,
         provenance=session.run.provenance,
-        hint_template=hinted and hinted.opd_hint_template,
+        hint_template=hinted.opd_hint_template if hinted else None,
         **options,
     )
 

@@ -162,11 +162,7 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         on_host.append("optimizer")
     tokens, logits = microbatch_tokens(config), f"logits of {train.log_probs_chunk_size:,} tokens, or one layer"
     host = trainer.host + (trainer.weights + trainer.optimizer if offload_train else 0)
-    heads = (
-        "trainer, heads of teachers",
-        format_gib(trainer.copied_heads),
-        "for --opd-divergence, last pipeline stage",
-    )
+    heads = ("trainer, heads of teachers", format_gib(trainer.copied_heads), "for --opd-divergence; last stage")
     return [
         ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
         ("trainer, gradients", format_gib(trainer.gradients), ""),

@@ -393,7 +393,7 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=max_seq_len)
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
-        template = config.train.hinted and config.train.hinted.opd_hint_template
+        template = config.train.hinted.opd_hint_template if config.train.hinted else None
         check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading, hint_template=template)
     for rollout in evaluated:
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
