@@ -508,7 +508,7 @@ def check_teacher(config: PostTrainConfig) -> None:
     can start the engine of --opd-teacher-engine: its model is complete and supported, can be sharded, and has the
     tokens of the policy."""
     opd = config.train.opd
-    names = sorted(filter(None, {**opd.opd_teacher_load, **opd.opd_teacher_url})) if opd else []
+    names = sorted({*opd.opd_teacher_load, *opd.opd_teacher_url} - {""}) if opd else []
     for row in read_first_rows(config.rollout) if names else ():
         if row.metadata.get(TEACHER) not in names:
             raise DataError(
