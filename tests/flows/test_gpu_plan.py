@@ -190,6 +190,7 @@ def test_doctor_plans_the_heads_of_teachers_whose_distributions_are_over_the_voc
     model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["doctor", "--plan", "--hf-checkpoint", model_dir("qwen3-4B"), "--gpu-memory-gib", "200"]
+    words += ["--rollout-num-gpus", "1"]
     totals = []
     for teachers in ("--opd-self", "--opd-self --opd-top-k 8", "--opd-teacher-load a=/a b=/b"):
         assert main([*words, "--opd-divergence", "jsd", *teachers.split()]) == 0

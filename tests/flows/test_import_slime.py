@@ -151,7 +151,8 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         (
             "--advantage-estimator on_policy_distillation --rm-url http://h:1/generate --custom-rm-path a.b",
             [
-                '[train.opd]\nopd_teacher_url = "http://h:1"  # --rm-url',
+                "[train.opd]",
+                'opd_teacher_url = "http://h:1"  # --rm-url',
                 'rm_type = "zero"',
                 "# Dropped: --custom-rm-path a.b",
             ],

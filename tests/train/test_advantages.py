@@ -107,7 +107,7 @@ VARIANTS: list[Any] = [
     {"gamma": 0.0},
     *({"kl_coef": 0.3, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")),
     {"kl_coef": 0.1, "use_rollout_logprobs": True, "opd": {"opd_kl_coef": 0.5, "hinted": {}}},
-    {"opd": {}, "normalize_advantages": True, "kl_coef": 0.2, "gamma": 0.99, "lambd": 0.9},
+    {"opd": {"hinted": {}}, "normalize_advantages": True, "kl_coef": 0.2, "gamma": 0.99, "lambd": 0.9},
 ]
 
 
