@@ -193,17 +193,12 @@ def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     if loss_mask.strip(b"\0\1") or len(loss_mask) != len(token_ids):
         return None
     offsets = pa.array(accumulate((len(row.token_ids) for row in rows), initial=0), pa.int32())
-
-    def column(name: str, values: Sequence[float]) -> pa.ListArray:
+    columns: dict[str, Any] = {"token_ids": token_ids, "loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs}
+    for name, values in columns.items():
         type = SCHEMA.field(name).type
         numbers = pa.Array.from_buffers(type.value_type, len(values), [None, pa.py_buffer(values)])
-        return pa.ListArray.from_arrays(offsets, numbers, type)
-
-    return {
-        "token_ids": column("token_ids", token_ids),
-        "loss_mask": column("loss_mask", loss_mask),
-        "rollout_logprobs": column("rollout_logprobs", rollout_logprobs),
-    }
+        columns[name] = pa.ListArray.from_arrays(offsets, numbers, type)
+    return columns
 
 
 def from_table(table: pa.Table) -> list[Sample]:
