@@ -30,7 +30,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, entries_of, field_meta, option, section_model
 from penstock.storage.disk import read_file
-from penstock.storage.errors import InputError, OptionError, nearest_name
+from penstock.storage.errors import InputError, OptionError, check_rules, nearest_name
 from penstock.storage.history.run_record import ParentRecord, RecordedConfig
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
@@ -352,7 +352,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
             f"{rollout.n_samples_per_prompt} = {samples} samples, but --global-batch-size {batch} x "
             f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal"
         )
-    train.check_batch(batch)
+    check_rules([train.batch_rule(batch)])
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
     if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
         changes |= train.lr_schedule(run.num_rollout * steps * train.ppo_epochs)

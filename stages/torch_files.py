@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.errors import DataError, OptionError
+from penstock.storage.errors import DataError, check_rules
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
@@ -25,16 +25,18 @@ def check_template(flag: str, template: str, allowed: tuple[str, ...], required:
         allowed: names of placeholders that may occur.
         required: names of placeholders that must occur, because a file would otherwise replace another.
     """
-    if "://" in template:
-        raise OptionError(f"{flag} {template} is a URI: give a local path")
-    found = _PLACEHOLDER.findall(template)
+    found, option = _PLACEHOLDER.findall(template), f"{flag} {template}"
     known = ", ".join(f"{{{name}}}" for name in allowed)
-    if unknown := [name for name in found if name not in allowed]:
-        raise OptionError(f"{flag} {template} has the placeholder {{{unknown[0]}}}: use {known}, without a format")
-    if missing := [name for name in required if name not in found]:
-        raise OptionError(
-            f"{flag} {template} has no {{{missing[0]}}}, so that every file would replace the one before: add it"
-        )
+    rules = [("://" in template, f"{option} is a URI: give a local path")]
+    rules += [
+        (name not in allowed, f"{option} has the placeholder {{{name}}}: use {known}, without a format")
+        for name in found
+    ]
+    rules += [
+        (name not in found, f"{option} has no {{{name}}}, so that every file would replace the one before: add it")
+        for name in required
+    ]
+    check_rules(rules)
 
 
 def fill_template(template: str, **values: object) -> Path:

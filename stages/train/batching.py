@@ -175,19 +175,18 @@ def add_teacher_data(batch: Batch, table: pa.Table, config: AlgorithmConfig) -> 
 def _read_top_k(table: pa.Table, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:  # [N, k] each
     """Return ids and log-probs of the teacher's k most probable tokens at each trained token. The samples may store
     more."""
-    if "teacher_top_ids" not in table.column_names:
-        raise RunError(
-            "the rollout was generated without --opd-top-k, so it has no tokens of a teacher: start a new run with "
-            f"--opd-teacher-engine or --opd-teacher-url, and --opd-top-k {k}"
-        )
-    offsets, ids = list_column(table, "teacher_top_ids")
-    logprobs, counts = list_column(table, "teacher_top_logprobs")[1], np.diff(offsets)
     trained = batch.num_trained_tokens > 0
-    stored = int((counts[trained] // batch.lengths[trained]).max(initial=k))
-    if (counts[trained] != stored * batch.lengths[trained]).any() or stored < k:
+    problem = "the rollout was generated without --opd-top-k, so it has no tokens of a teacher"
+    if "teacher_top_ids" in table.column_names:
+        offsets, ids = list_column(table, "teacher_top_ids")
+        logprobs, counts = list_column(table, "teacher_top_logprobs")[1], np.diff(offsets)
+        stored = int((counts[trained] // batch.lengths[trained]).max(initial=k))
+        is_complete = (counts[trained] == stored * batch.lengths[trained]).all()
+        lacking = f"samples of the rollout lack the teacher's {k} most probable tokens at some positions"
+        problem = "" if is_complete else lacking
+    if problem:
         raise RunError(
-            f"samples of the rollout lack the teacher's {k} most probable tokens at some positions: start a new run "
-            f"with --opd-top-k {k}"
+            f"{problem}: start a new run with --opd-teacher-engine or --opd-teacher-url, and --opd-top-k {k}"
         )
     local = batch.trained_positions - batch.offsets[batch.sample_index]
     first = (offsets[batch.sample_index] + local * stored)[:, None] + np.arange(k)

@@ -342,17 +342,19 @@ def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> No
     """Check that a training result matches its commit: equal weights if the numerics fingerprints are equal, otherwise
     metrics within `TOLERANCE`. Raises ReplayError."""
     if _has_same_numerics(committed, trained.fingerprint):
-        if why := _describe_hash_difference(committed.state["digest"], trained.digest):
-            raise ReplayError(
-                f"retraining {prefix} produced weights that differ from the committed ones, although hardware, "
-                f"libraries and parallel layout are the same: {why}. Check for user-defined functions that have "
-                "changed or use random numbers, faulty hardware and nondeterministic kernels; the commits are unchanged"
-            )
-    elif why := _describe_metric_beyond_tolerance(committed, trained):
-        raise ReplayError(
-            f"retraining {prefix} produced {why}. Resume with the hardware and placement of the original training: "
-            f"{committed.state['fingerprint']}"
+        why = _describe_hash_difference(committed.state["digest"], trained.digest)
+        problem = (
+            f"weights that differ from the committed ones, although hardware, libraries and parallel layout are the "
+            f"same: {why}. Check for user-defined functions that have changed or use random numbers, faulty hardware "
+            "and nondeterministic kernels; the commits are unchanged"
         )
+    else:
+        why = _describe_metric_beyond_tolerance(committed, trained)
+        problem = (
+            f"{why}. Resume with the hardware and placement of the original training: {committed.state['fingerprint']}"
+        )
+    if why:
+        raise ReplayError(f"retraining {prefix} produced {problem}")
 
 
 def _has_same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:

@@ -329,9 +329,10 @@ class TrainerGroup:
                     raise cause from error
                 dead = _find_dead_rank(self.cluster, calls)
                 self.kill(actors)
+                failure = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 if dead is not None:
-                    raise RankDied(_death_message(self._ranks, dead, method, error)) from error
-                raise (error.cause if isinstance(error, ray.exceptions.RayTaskError) else error) from error
+                    failure = RankDied(_death_message(self._ranks, dead, method, error))
+                raise failure from error
             except BaseException:
                 self.kill(actors)
                 raise

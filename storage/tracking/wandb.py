@@ -15,12 +15,10 @@ from __future__ import annotations
 import netrc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
-
-from pydantic import model_validator
 
 from penstock.storage.config import option
 from penstock.storage.errors import OptionError
@@ -204,14 +202,13 @@ class WandbOptions(OptionsOfTracker):
                 "--wandb-mode offline"
             )
 
-    @model_validator(mode="after")
-    def _check_wandb(self) -> WandbOptions:
-        if self.wandb_key is not None and not is_reference(self.wandb_key):
-            raise OptionError(
-                "--wandb-key must be a reference to the API key, not the key itself, since options are recorded: give "
-                "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
-            )
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
+        yield (
+            self.wandb_key is not None and not is_reference(self.wandb_key),
+            "--wandb-key must be a reference to the API key, not the key itself, since options are recorded: give "
+            "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key",
+        )
 
 
 # Turn off what W&B also sends by default: terminal output, source code, git state, packages, hardware.
