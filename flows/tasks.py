@@ -31,7 +31,6 @@ from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_s
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 from penstock.stages.torch_files import fill_template
-from penstock.stages.train.restore import step_ref
 from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused
 from penstock.storage.history.run_record import read_run_record
@@ -203,9 +202,9 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     with session.engines.turns.training(r):
         commit = session.run.store.committed(prefix)
         commit = commit or session.processes.policy_restorer().train_round(r, session.run.reuse)
-    step = step_ref(session.run.keys, session.report_commit(prefix, commit))
+    session.report_commit(prefix, commit)
     check_gates(session.config, commit)
-    return step
+    return StepRef(key=commit_key(prefix), rollout_id=r, policy_version=commit.policy_version)
 
 
 @stage("publish-{version:06d}", needs=lambda session, version: [trained_policy(version)])

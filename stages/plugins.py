@@ -73,11 +73,8 @@ class Plugin:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function in a daemon thread and return its result; an async function is awaited. If the function
-        hangs, its thread does not prevent this process from exiting.
-
-        Raises:
-            PluginError: the function raises, or takes longer than `timeout`; the message names the function.
-        """
+        hangs, its thread does not prevent this process from exiting. Raises PluginError if the function raises, or
+        takes longer than `timeout`; the message names the function."""
         result: Future[Any] = Future()
 
         def call_function() -> None:

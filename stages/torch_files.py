@@ -65,13 +65,12 @@ def load_torch_file(path: Path) -> Any:
     file cannot run code. Raises DataError."""
     import torch
 
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: correct the path, or write it with --save-debug-rollout-data")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many classes for damaged files
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}: {reason}): give a file of torch.save with only tensors, "
-            "numbers, text, lists and dictionaries"
-        ) from None
+    problem = "does not exist: correct the path, or write it with --save-debug-rollout-data"
+    if path.is_file():
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many classes for damaged files
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            content = "only tensors, numbers, text, lists and dictionaries"
+            problem = f"cannot be read ({reason}): give a file of torch.save with {content}"
+    raise DataError(f"{path} {problem}")

@@ -88,7 +88,11 @@ def _rules_before_decoding(image: Image.Image) -> Iterator[tuple[object, str]]:
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
     """Return a decoded image as [H, W, 3] uint8, upright, over white."""
-    image = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    try:
+        has_orientation = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+    except Exception:  # damaged metadata do not make the pixels unreadable
+        has_orientation = False
+    image = ImageOps.exif_transpose(image) if has_orientation else image
     if image.mode in (*_HIGH_BYTE, "I", "F"):
         values = np.asarray(image)
         # PPM and TIFF files have 16-bit values in mode I
@@ -100,13 +104,6 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
-
-
-def _has_orientation(image: Image.Image) -> bool:
-    try:
-        return image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-    except Exception:  # damaged metadata do not make the pixels unreadable
-        return False
 
 
 # ---- thumbnails ------------------------------------------------------------------------------------------------------

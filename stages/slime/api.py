@@ -161,7 +161,9 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     """Send a POST request with a JSON body, and return the JSON of its response. Failed connections are retried.
     Requests to the run's engines and router are sent with the API key."""
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
-        for attempt in range(max_retries):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 response = await client.post(url, json=payload, headers=_request_headers(url, headers))
                 response.raise_for_status()
@@ -169,10 +171,9 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
                 _remember_answer(payload, answer)
                 return answer
             except httpx.TransportError:
-                if attempt + 1 >= max_retries:
+                if attempt >= max_retries:
                     raise
                 await asyncio.sleep(1)
-    raise PluginError(f"max_retries is {max_retries}: give 1 or more")
 
 
 def _remember_answer(payload: Any, answer: Any) -> None:

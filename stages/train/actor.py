@@ -79,11 +79,8 @@ class TrainActor:
 
     def call(self, owner: str, method: str, *args: Any) -> Any:
         """Call a method of this rank for the driver with the token `owner`; before that, move the offloaded state
-        (weights, gradients, optimizer) that the method needs back to the device.
-
-        Raises:
-            FencedError: another driver has taken over this rank.
-        """
+        (weights, gradients, optimizer) that the method needs back to the device. Raises FencedError if another driver
+        has taken over this rank."""
         if owner != self._owner:
             raise FencedError(
                 f"another driver has taken over the trainer of run {self.spec.run!r}, so this driver stops; its "
@@ -271,7 +268,7 @@ class TrainActor:
                 trace=trace,
                 keep_tokens=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
             )
-            if config.refreshes_reference_at(version + 1):
+            if config.ref_update_interval and (version + 1) % config.ref_update_interval == 0:
                 self.models.refresh_reference()
             if config.hinted and config.hinted.opd_self_ema:
                 self.models.average = self.models.policy.average_weights(

@@ -136,11 +136,8 @@ def with_images(batch: Batch, table: pa.Table, vision: Vision, images: SampleIma
 
 
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
-    """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
-
-    Raises:
-        RunError: a trained sample has no teacher log-probs.
-    """
+    """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on. Raises RunError if a
+    trained sample has no teacher log-probs."""
     offsets, values = list_column(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
@@ -239,11 +236,8 @@ def spread(values: Tensor, trained: Batch, recorded: Batch) -> Tensor:  # [N] ->
 
 def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | None:  # [B] float64
     """Return the rewards that a user-defined function of the rollout has set for training (NaN for samples without a
-    reward), or None if it has set none.
-
-    Raises:
-        RunError: only some of the samples with a reward (not NaN in `rewards`) have a reward for training.
-    """
+    reward), or None if it has set none. Raises RunError if only some of the samples with a reward (not NaN in
+    `rewards`) have a reward for training."""
     values = pc.map_lookup(table["rewards"], TRAIN_REWARD, "first")
     if values.null_count == len(values):
         return None
@@ -257,11 +251,8 @@ def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | No
 
 
 def _read_component(table: pa.Table, name: str, rewards: np.ndarray) -> np.ndarray:  # [B] float64
-    """Return a component of every sample's reward; NaN for samples without a reward (NaN in `rewards`).
-
-    Raises:
-        RunError: a sample with a reward does not have the component.
-    """
+    """Return a component of every sample's reward; NaN for samples without a reward (NaN in `rewards`). Raises RunError
+    if a sample with a reward does not have the component."""
     result = pc.map_lookup(table["rewards"], name, "first").to_numpy().astype(np.float64)
     result[np.isnan(rewards)] = np.nan
     if num_missing := np.isnan(result[~np.isnan(rewards)]).sum():

@@ -235,11 +235,8 @@ class TrainConfig(AlgorithmConfig):
 
     def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
         """Return the learning-rate schedule of a run of `num_steps` optimizer steps (0: unknown): lr_decay_iters,
-        lr_warmup_iters.
-
-        Raises:
-            OptionError: the options contradict each other, or the schedule needs --lr-decay-iters.
-        """
+        lr_warmup_iters. Raises OptionError if the options contradict each other, or the schedule needs
+        --lr-decay-iters."""
         decay, warmup_iters, fraction = self.lr_decay_iters, self.lr_warmup_iters, self.lr_warmup_fraction
         needs_steps = self.lr_decay_style != "constant" or fraction is not None
         if needs_steps and decay is None:

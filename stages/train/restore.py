@@ -18,7 +18,7 @@ from penstock.engines.training import train_backend
 from penstock.stages.train.reuse import Reuse
 from penstock.stages.train.spec import AVERAGE, AuxiliaryModel, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
-from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
+from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, commit_key
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
@@ -103,11 +103,8 @@ class PolicyRestorer:
                 _check_agreement(committed, trained, self.keys.step_prefix(rollout_id))
 
     def load_checkpoint(self, version: int) -> None:
-        """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights.
-
-        Raises:
-            ReplayError: the loaded weights or optimizer state do not match the hashes in the checkpoint's commit.
-        """
+        """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights. Raises
+        ReplayError if the loaded weights or optimizer state do not match the hashes in the checkpoint's commit."""
         checkpoint = self._read_commit(self.keys.checkpoint_prefix(version)) if version else None
         base_key = self.base.key
         if has_adapters(checkpoint) or self.group.spec.config.lora:
@@ -326,13 +323,6 @@ def adapter_base(store: Store, keys: RunKeys, version: int, model: str) -> str:
     if checkpoint is None:
         return model
     return checkpoint.inputs["base"] if has_adapters(checkpoint) else commit_key(keys.checkpoint_prefix(newest))
-
-
-def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
-    """Return the StepRef (store key, rollout id, policy version) of a step commit."""
-    return StepRef(
-        key=commit_key(keys.step_prefix(commit.index)), rollout_id=commit.index, policy_version=commit.policy_version
-    )
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

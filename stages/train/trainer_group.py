@@ -178,11 +178,8 @@ class TrainerGroup:
 
     def policy_state(self) -> PolicyState | None:
         """Return the policy version that all ranks hold, or None if no ranks have models. If a rank does not answer, or
-        the ranks hold different states, kill the group and return None.
-
-        Raises:
-            FencedError: another driver has taken over the ranks.
-        """
+        the ranks hold different states, kill the group and return None. Raises FencedError if another driver has taken
+        over the ranks."""
         import ray
 
         with self.lock:

@@ -26,12 +26,8 @@ VARIANCE_EPSILON = 1e-8
 
 
 def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Estimate:
-    """Return the advantages of all trained tokens of a rollout.
-
-    Raises:
-        PluginError: the user-defined estimator does not return one finite number per token, or it fails or returns
-            different results on some ranks.
-    """
+    """Return the advantages of all trained tokens of a rollout. Raises PluginError if the user-defined estimator does
+    not return one finite number per token, or it fails or returns different results on some ranks."""
     if config.custom_advantage_function_path is not None:
         path = config.custom_advantage_function_path
         estimate = call_on_every_rank(
