@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.errors import DataError, check_rules
+from penstock.storage.errors import DataError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-def check_template(flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...]) -> None:
-    """Check a path with placeholders. Raises OptionError.
+def template_rules(
+    flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...]
+) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each rule about a path with placeholders.
 
     Args:
         flag: option that names the path, for error messages.
@@ -27,16 +30,11 @@ def check_template(flag: str, template: str, allowed: tuple[str, ...], required:
     """
     found, option = _PLACEHOLDER.findall(template), f"{flag} {template}"
     known = ", ".join(f"{{{name}}}" for name in allowed)
-    rules = [("://" in template, f"{option} is a URI: give a local path")]
-    rules += [
-        (name not in allowed, f"{option} has the placeholder {{{name}}}: use {known}, without a format")
-        for name in found
-    ]
-    rules += [
-        (name not in found, f"{option} has no {{{name}}}, so that every file would replace the one before: add it")
-        for name in required
-    ]
-    check_rules(rules)
+    yield "://" in template, f"{option} is a URI: give a local path"
+    for name in found:
+        yield name not in allowed, f"{option} has the placeholder {{{name}}}: use {known}, without a format"
+    for name in required:
+        yield name not in found, f"{option} has no {{{name}}}, so that every file would replace the one before: add it"
 
 
 def fill_template(template: str, **values: object) -> Path:

@@ -12,7 +12,7 @@ from penstock.flows.options.flags import parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import config_history, open_named_store, read_existing_record
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import OptionError, RunError, TrackerError
+from penstock.storage.errors import OptionError, RunError, TrackerError, check_rules
 from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.deletion import is_removed
@@ -121,7 +121,7 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
     run = with_absolute_paths(validate_config({"run": values})).run
     if to == "mlflow":
         check_url("--tracking-uri", run.mlflow_tracking_uri, MLFLOW)
-    TRACKERS[to].check_options(run)
+    check_rules(TRACKERS[to].machine_rules(run))
     uri = TRACKERS[to].uri_of(run, store)
     if uri is None:
         raise OptionError(f"--{to}-mode disabled sends nothing: give online or offline")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
+from penstock.storage.errors import check_rules
 from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tensorboard import TensorBoardOptions
 from penstock.storage.tracking.tracker import OptionsOfTracker, TrackedRun
@@ -46,8 +47,7 @@ def tracking_uris(store: Store, options: TrackerOptions) -> list[str]:
 
 def check_trackers(options: TrackerOptions) -> None:
     """Check that this machine can use the run's trackers. Raises OptionError if a package or a key is missing."""
-    for row in TRACKERS.values():
-        row.check_options(options)
+    check_rules(rule for row in TRACKERS.values() for rule in row.machine_rules(options))
 
 
 def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:
