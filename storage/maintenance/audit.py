@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.storage.blobs import DIRECTORY, blob_key, read_blob
+from penstock.storage.blobs import blob_key, read_blob
 from penstock.storage.commit import (
     CheckpointRef,
     Commit,
@@ -163,20 +163,20 @@ class _RunAudit:
         self.result.num_bytes += sum(commits[prefix].blobs[digest] for digest, prefix in blobs.items())
 
         def describe_damage(job: tuple[str, str, int, FileRecord | None]) -> str | None:
-            prefix, key, num_bytes, record = job
+            (prefix, key, num_bytes, record), problem = job, ""
             try:
                 if (size := store.size(key)) != num_bytes:
-                    raise size_mismatch_error(key, num_bytes, size)
-                if verify_hashes and record is None:
+                    problem = str(size_mismatch_error(key, num_bytes, size))
+                elif verify_hashes and record is None:
                     read_blob(store, key.rpartition("/")[2])
                 elif verify_hashes:  # one file at a time: temporary files of a whole checkpoint may not fit on the disk
                     with store.reading(commits[prefix].model_copy(update={"files": [record]})):
                         pass
             except StoreError as error:
-                if store.read(commit_key(prefix)) is None:  # the checkpoint expired during the audit
-                    return None
-                return f"{error} (an image of {prefix})" if key.startswith(f"{DIRECTORY}/") else str(error)
-            return None
+                problem = str(error)
+            if not problem or store.read(commit_key(prefix)) is None:  # the checkpoint expired during the audit
+                return None
+            return problem if record else f"{problem} (an image of {prefix})"
 
         self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
 
