@@ -208,10 +208,10 @@ class TrainActor:
         """
         import ray
 
+        from penstock.engines.lora import open_peft
         from penstock.stages.train.build import (
             load_auxiliary_model,
             load_initial,
-            load_initial_adapters,
             open_commit_files,
             resume_models,
         )
@@ -231,7 +231,8 @@ class TrainActor:
                     load_initial(self.models, directory)
             if (adapter := auxiliary.get("adapter")) is not None:
                 with open_commit_files(self.store, adapter, machine) as directory:
-                    load_initial_adapters(self.models, directory)
+                    with open_peft(directory, self.models.policy.shape) as matrices_of:
+                        self.models.policy.load_adapters(matrices_of)
             if checkpoint is not None:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)

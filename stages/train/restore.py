@@ -52,8 +52,6 @@ class PolicyRestorer:
     next rollout.
 
     Args:
-        store: the run's store.
-        keys: the run's keys in the store.
         group: the trainer's ranks; started if they are not running, restarted if they hold different states.
         base: checkpoint with the weights of version 0.
         provenance: further fields of every commit (config_hash, code_version).
