@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from penstock.engines.cluster import check_ray_answers, translate_ray_errors
 from penstock.flows.config import (
-    Flow,
     Plan,
     PostTrainConfig,
     changed_flag,
@@ -148,7 +147,7 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     if missing := [flag for flag in ("--metric", "--below") if flag not in own]:
         raise OptionError(f"{missing[0]} is missing: penstock bisect RUN --metric eval/NAME --below X")
     flow, recorded = read_flow_and_config(store_options_from_values(parse_values(rest)), run)
-    if flow != Flow.TRAIN:
+    if not flow.has_rollouts:
         raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
     config = update_config_from_argv(recorded, rest)
     if flag := changed_flag(recorded, config, "identity", "schedule"):

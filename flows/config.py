@@ -41,37 +41,25 @@ MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe 
 
 
 class Flow(StrEnum):
-    """The flows. The value is the name of the flow's module in flows/."""
+    """The flows. The value is the name of the flow's module in flows/; a row also says what the flow starts."""
 
-    TRAIN = "train"
-    SFT = "sft"
-    EVALUATE = "evaluate"
-    CONVERT = "convert"
+    TRAIN = "train", True, True
+    SFT = "sft", True, False
+    EVALUATE = "evaluate", False, True
+    CONVERT = "convert", False, False
 
-    @property
-    def has_run(self) -> bool:
-        """Return whether the flow has a run, with a name and a record in the store."""
-        return self is not Flow.CONVERT
+    trains: bool  # whether the flow has a trainer
+    generates: bool  # whether the flow has engines
+    has_run: bool  # whether the flow has a run, with a name and a record in the store
+    has_rollouts: bool  # whether the flow trains on responses that it generates
+    has_demonstrations: bool  # whether the flow trains on responses that are given
 
-    @property
-    def trains(self) -> bool:
-        """Return whether the flow has a trainer."""
-        return self in (Flow.TRAIN, Flow.SFT)
-
-    @property
-    def generates(self) -> bool:
-        """Return whether the flow has engines."""
-        return self in (Flow.TRAIN, Flow.EVALUATE)
-
-    @property
-    def has_rollouts(self) -> bool:
-        """Return whether the flow trains on responses that it generates."""
-        return self.trains and self.generates
-
-    @property
-    def has_demonstrations(self) -> bool:
-        """Return whether the flow trains on responses that are given."""
-        return self.trains and not self.generates
+    def __new__(cls, name: str, trains: bool, generates: bool) -> Flow:
+        flow = str.__new__(cls, name)
+        flow._value_ = name
+        flow.trains, flow.generates, flow.has_run = trains, generates, trains or generates
+        flow.has_rollouts, flow.has_demonstrations = trains and generates, trains and not generates
+        return flow
 
 
 class PostTrainConfig(StageConfig):

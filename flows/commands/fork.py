@@ -168,7 +168,7 @@ def create_fork(
 
 def plan_fork(
     store: Store,
-    flow: str,
+    flow: Flow,
     parent: PostTrainConfig,
     argv: Sequence[str],
     name: str,
@@ -251,12 +251,12 @@ def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_
 
 
 def count_reusable_rounds(
-    store: Store, flow: str, parent: PostTrainConfig, given: RecordedConfig, name: str, at_round: int
+    store: Store, flow: Flow, parent: PostTrainConfig, given: RecordedConfig, name: str, at_round: int
 ) -> int:
     """Return the number of rounds of the parent whose rollouts the fork `name` can have. Raises InputError if the fork
     cannot reuse them, or if an option in `given` has no effect in such a fork."""
     keys = RunKeys(parent.run.run)
-    if flow != Flow.TRAIN:
+    if not flow.has_rollouts:
         raise OptionError(
             f"--reuse-rollouts needs a run of `penstock train`, but {keys.run} is one of `{flow}`: omit it"
         )

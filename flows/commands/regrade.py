@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, validate_config
+from penstock.flows.config import SECTIONS, Flow, PostTrainConfig, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import (
     flag_of_field,
@@ -141,7 +141,7 @@ def select_sources(store: Store, keys: RunKeys, record: RunRecord, own: Mapping[
         raise OptionError(f"--rounds takes a round or a range, 3 or 3-10; found {short_repr(own['--rounds'])}")
     chosen_rounds = range(int(bounds[1]), int((bounds[2] or bounds[1]).removeprefix("-")) + 1)
     # demonstrations have no rewards
-    rounds = [] if record.flow == "sft" else store.committed_indices(f"{keys.prefix}/rollouts")
+    rounds = [] if Flow(record.flow).has_demonstrations else store.committed_indices(f"{keys.prefix}/rollouts")
     evaluated = [
         (name, int(index))
         for index in store.list(f"{keys.prefix}/evals")

@@ -291,5 +291,5 @@ class RemotePanel:
             spent = seconds_by_stage([each for each in (rollout, commit) if each], [])
             panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             panel.finish_round(commit.index, at)
-        stages = {"step": "train"} | ({"rollout": "data"} if panel.flow == "sft" else {})
+        stages = {"step": "train"} | ({"rollout": "data"} if "data" in panel.stages else {})
         panel.finished.add(stages.get(commit.kind, commit.kind))

@@ -61,7 +61,7 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     if flow is Flow.EVALUATE and config.convert.load:
         raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
-    if existing and existing.record.flow == flow:
+    if existing and Flow(existing.record.flow) is flow:
         # The run continues if the identity options are those of its record, either as given or as resolved.
         then = derive(with_options(config, "run", {"num_rollout": existing.config.run.num_rollout}))
         for recorded, now in ((existing.given, config), (existing.config, then)):

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from penstock.engines.local_gpus import all_counters
 from penstock.flows.config import (
     Flow,
     Plan,
@@ -233,7 +234,7 @@ def _are_made_with(plan: Plan, keys: RunKeys, commits: list[Commit]) -> bool:
 def describe_difference(record: RunRecord, plan: Plan) -> str | None:
     """Describe the first identity option (model, data, seed, algorithm) that differs between a plan and a run's record.
     Return None if all are equal."""
-    if record.flow != plan.flow:
+    if Flow(record.flow) is not plan.flow:
         return f"run {plan.run.run!r} was started by `{record.flow}`, not `{plan.flow}`"
     difference = differing_option(_validated_config(record.config), plan, record.directory)
     if difference is None:
@@ -327,14 +328,14 @@ def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> P
     return _validated_config(config)
 
 
-def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, with its last recorded schedule options, from the store of
+def read_flow_and_config(where: RunConfig, run: str) -> tuple[Flow, PostTrainConfig]:
+    """Return the flow and the config of a run, with its last recorded schedule options, from the store of
     `where`."""
     store, keys = open_store(where, probe=False), keys_of_run(run)
     record = read_existing_record(store, keys)
     config, _ = latest_config(store, keys, record)
     stores = {name: getattr(where, name) for name in ("store", "store_options", "store_single_writer")}
-    return record.flow, config.model_copy(update={"run": config.run.model_copy(update=stores)})
+    return Flow(record.flow), config.model_copy(update={"run": config.run.model_copy(update=stores)})
 
 
 def config_history(store: Store, keys: RunKeys, record: RunRecord) -> list[tuple[float, PostTrainConfig]]:
@@ -397,6 +398,7 @@ class ActiveRun:
         record: run.json; None before the run is opened.
         provenance: fields of every commit: hash of the config and version of the code.
         start: number of this start, once it is recorded.
+        counters_at_start: energy counters of this machine's GPUs when this object was created.
         created: time at which the run was created on the monotonic clock, which is never set back.
     """
 
@@ -409,6 +411,7 @@ class ActiveRun:
         self.record = read_run_record(store, keys)
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self.started_at = time.time()
+        self.counters_at_start = all_counters()
         self.start = 0
         self.created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
 

@@ -67,7 +67,7 @@ class Panel:
 
     def __init__(self, run: str, flow: str, num_rounds: int) -> None:
         self.run = run
-        self.flow = flow
+        self.stages = STAGE_BARS.get(flow, ())
         self.num_rounds = num_rounds
         self.links: Callable[[], Mapping[str, str]] = dict  # returns title -> URL of the pages about the run
         self.engines: Callable[[], str] = str  # returns the state of the engines in words, "" before their start
@@ -108,7 +108,7 @@ class Panel:
         """Add a commit's reward or, in a run without rewards, its loss to the curves."""
         if commit.kind == "rollout" and "rollout/raw_reward" in commit.summary:
             self.curve[commit.index] = commit.summary["rollout/raw_reward"]
-        elif commit.kind == "step" and self.flow == "sft" and "train/loss" in commit.summary:
+        elif commit.kind == "step" and "data" in self.stages and "train/loss" in commit.summary:
             self.curve_name = "loss"
             self.curve[commit.index] = commit.summary["train/loss"]
         elif commit.kind == "eval":
@@ -139,7 +139,7 @@ class Panel:
         active = {activity.stage for activity in list(self.activities)}
         stages = [
             Text(name, "bold reverse" if name in active else "green" if name in self.finished else "dim")
-            for name in STAGE_BARS.get(self.flow, ())
+            for name in self.stages
         ]
         machine = {
             "machine": ", ".join(filter(None, [self.engines(), *describe_machine(self.machine)])),
