@@ -32,7 +32,7 @@ from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_red
 from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, seconds_by_stage
 from penstock.flows.terminal.panel import Activity, Panel, end_wait, show_wait
 from penstock.storage.commit import Commit, RunKeys, is_run_name
-from penstock.storage.errors import OptionError, PenstockError
+from penstock.storage.errors import OptionError, PenstockError, check_rules
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.history.run_status import (
     STATUS_SECONDS,
@@ -76,13 +76,13 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--port": True, "--terminal": False})
     run = "".join(positional[:1])
     port = parse_integer("--port", own.get("--port", "0"))
-    for wrong, problem in (
-        (len(positional) > 1, f"penstock watch takes at most one run, not {len(positional)}: leave out the others"),
-        (port >= 1 << 16, f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one"),
-        ("--terminal" in own and not run, "penstock watch --terminal shows one run: give its name"),
-    ):
-        if wrong:
-            raise OptionError(problem)
+    check_rules(
+        (
+            (len(positional) > 1, f"penstock watch takes at most one run, not {len(positional)}: leave out the others"),
+            (port >= 1 << 16, f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one"),
+            ("--terminal" in own and not run, "penstock watch --terminal shows one run: give its name"),
+        )
+    )
     if run:
         opened = [store_with_run(rest, run)]
     else:

@@ -17,11 +17,11 @@ from typing import Any
 
 from penstock.engines.backends import BACKENDS, DEFAULT
 from penstock.flows.config import (
+    OPTIONS,
     SECTIONS,
     SWITCHES,
     PostTrainConfig,
     create_section,
-    list_options,
     read_config_text,
     read_toml,
     validate_config,
@@ -30,9 +30,9 @@ from penstock.flows.options.argv import flag_of_field, short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import (
     ACCEPTED,
+    LISTED,
     OTHER_NAMES,
-    check_listed_flag,
-    is_listed,
+    apply_listed_flag,
     log_once,
     synonym_of,
 )
@@ -194,7 +194,7 @@ def penstock_flags() -> dict[str, tuple[str, str, Any]]:
     """Return Penstock's flags, including aliases and the switches that add optional sections: flag -> (section, field
     name, field)."""
     table: dict[str, tuple[str, str, Any]] = {}
-    for section, name, field in list_options():
+    for section, name, field in OPTIONS:
         for spelling in (flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
             assert spelling not in table, f"{spelling} means both {table.get(spelling)} and {section}.{name}"
             table[spelling] = (section, name, field)
@@ -226,8 +226,8 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
         section, key, field = own[positive]
         create_section(values, section)[key] = None if section_model(field) else False
-    elif is_listed(name):
-        check_listed_flag(name, args)
+    elif name in LISTED:
+        apply_listed_flag(name, args)
     elif name.startswith(engine_prefixes()):
         option, key = name_engine_option(name)
         values.setdefault("rollout", {}).setdefault(option, {})[key] = parse_literal(args)

@@ -94,14 +94,9 @@ def open_named_store(argv: Sequence[str], command: str, *, run: str = "") -> Sto
     return open_store(parse_store_options([*argv, *flags], command), probe=False)
 
 
-def keys_of_run(run_name: str) -> RunKeys:
-    """Return the store keys of a run's files (record, rounds, checkpoints, evaluations), after a check of its name."""
-    return RunKeys(check_run_name(run_name))
-
-
 def keys_of_existing_run(store: Store, run: str) -> RunKeys:
     """Return the store keys of a run, after a check that the run has files in the store."""
-    keys = keys_of_run(run)
+    keys = RunKeys(check_run_name(run))
     if not store.list(keys.prefix):
         raise unknown_run_error(store, run)
     return keys
@@ -141,7 +136,7 @@ def open_run(store: Store, plan: Plan, *, lease: Lease | None = None) -> RunKeys
     options (model, data, seed, algorithm) differ from the record, the run is replaced, provided that it has no commits
     and no other process drives it. `lease` marks the caller as a driver of the run; it does not count as another one.
     """
-    keys, own_lease = keys_of_run(plan.run.run), lease.key if lease else None
+    keys, own_lease = RunKeys(check_run_name(plan.run.run)), lease.key if lease else None
     while True:
         check_run_may_start(store, plan, own_lease=own_lease)
         if not is_removed(store, keys):
@@ -188,7 +183,7 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     a fork, has commits or has a driver other than the caller (`own_lease`); if the run has commits but no record; or if
     it is being removed.
     """
-    keys = keys_of_run(plan.run.run)
+    keys = RunKeys(check_run_name(plan.run.run))
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
@@ -331,7 +326,7 @@ def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> P
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[Flow, PostTrainConfig]:
     """Return the flow and the config of a run, with its last recorded schedule options, from the store of
     `where`."""
-    store, keys = open_store(where, probe=False), keys_of_run(run)
+    store, keys = open_store(where, probe=False), RunKeys(check_run_name(run))
     record = read_existing_record(store, keys)
     config, _ = latest_config(store, keys, record)
     stores = {name: getattr(where, name) for name in ("store", "store_options", "store_single_writer")}
