@@ -128,11 +128,13 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     sft = recipe_config("sft", directory, model, data / "sft.jsonl", seed)
     if code := run_flow("sft", sft):
         return code
+    store = open_store(sft.run)
+    exported = store.committed(RunKeys(sft.run.run).export_prefix(sft.run.num_rollout))
+    assert exported is not None and exported.attempt is not None, "the sft flow ended without an export"
     rounds = {} if num_rollout is None else {"num_rollout": num_rollout}
     evaluation = {"eval_prompt_data": [["heldout", str(data / "heldout.jsonl")]]}
-    grpo = recipe_config(
-        "grpo", directory, export_directory(sft), data / "train.jsonl", seed, run=rounds, eval=evaluation
-    )
+    trained = Path(store.path(exported.attempt))
+    grpo = recipe_config("grpo", directory, trained, data / "train.jsonl", seed, run=rounds, eval=evaluation)
     if code := run_flow("train", grpo):
         return code
     print(
@@ -218,14 +220,6 @@ def recipe_config(
     for section, options in [*own.items(), *more.items()]:
         values[section] = values.get(section, {}) | options
     return validate_config(values)
-
-
-def export_directory(config: PostTrainConfig) -> Path:
-    """Return the directory of the model that a finished run has exported."""
-    store = open_store(config.run)
-    commit = store.committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
-    assert commit is not None and commit.attempt is not None, "the sft flow ended without an export"
-    return Path(store.path(commit.attempt))
 
 
 # ---- penstock demo --kill --------------------------------------------------------------------------------------------

@@ -188,12 +188,22 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
     remote = [address for address in external if not is_on_this_machine(address)]
     in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
     no_directory = in_object_store and run.update_weight_disk_dir is None
-    if remote and no_directory and (uses_disk or run.check_weight_update_equal):
-        raise EngineError(
-            f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
-            "store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer and "
-            "the engines see under the same path, or --update-weight-transport nccl"
-        )
+    started = sorted(set(rollout.engine_options) - {"api_key"})
+    engine_rules: list[tuple[object, str]] = [
+        (
+            remote and no_directory and (uses_disk or run.check_weight_update_equal),
+            f"the external engine {''.join(remote[:1])} loads weights from a directory, but --store {run.store} is an "
+            "object store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer "
+            "and the engines see under the same path, or --update-weight-transport nccl",
+        ),
+        (
+            external and started,
+            f"{engine_flag(rollout.engine, ''.join(started[:1]))} is an option for starting engines, but the engines "
+            "of --rollout-external-engine-addrs are running already: set it where they are started, and leave it out "
+            "here",
+        ),
+    ]
+    check_rules(engine_rules, EngineError)
     if flow.trains:
         check_save_hf(config)
     check_addresses(config)
@@ -202,11 +212,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         for options in (engine_options(config), flow.has_rollouts and teacher_options(config)):
             if options:
                 check_capabilities(options)
-    if external and (started := sorted(set(rollout.engine_options) - {"api_key"})):
-        raise EngineError(
-            f"{engine_flag(rollout.engine, started[0])} is an option for starting engines, but the engines of "
-            "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
-        )
 
 
 def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str]]:

@@ -37,7 +37,7 @@ from penstock.flows.runtime.engine_options import device_counts
 from penstock.stages.plugins import DEFAULT_NAMES, hash_source
 from penstock.stages.train.reuse import Reuse
 from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
-from penstock.storage.errors import InputError, OptionError, RunError, StoreError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError, check_rules
 from penstock.storage.history.run_record import (
     Completion,
     ParentRecord,
@@ -72,15 +72,16 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
     delete do not."""
     if "://" not in config.store:
         path = next(path for path in (Path(config.store), *Path(config.store).absolute().parents) if path.exists())
-        if not path.is_dir():
-            raise StoreError(
-                f"store {config.store!r} is not writable: {path} is not a directory; give --store a directory or a URI"
+        rules = [
+            (
+                not path.is_dir(),
+                f"store {config.store!r} is not writable: {path} is not a directory; give --store a directory or a URI",
             )
-        for name in ("runs", "models", "mlflow", "tensorboard"):
-            if (path := Path(config.store, name)).exists() and not path.is_dir():
-                raise StoreError(
-                    f"{path} is not a directory, but the store needs one: move that file, or give another --store"
-                )
+        ]
+        for path in (Path(config.store, name) for name in ("runs", "models", "mlflow", "tensorboard")):
+            problem = f"{path} is not a directory, but the store needs one: move that file, or give another --store"
+            rules.append((path.exists() and not path.is_dir(), problem))
+        check_rules(rules, StoreError)
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 
@@ -191,16 +192,19 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     record = read_run_record(store, keys)
     if record is None:
         prefixes = committed_prefixes(store, keys)
-        if prefixes and store.read(keys.fork) is not None:
-            raise RunError(
-                f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
-            )
         commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
-        if commits and not _are_made_with(plan, keys, commits):
-            raise RunError(
+        rules: list[tuple[object, str]] = [
+            (
+                prefixes and store.read(keys.fork) is not None,
+                f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run",
+            ),
+            (
+                commits and not _are_made_with(plan, keys, commits),
                 f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it "
-                "from a backup, give exactly the options that the run was started with, or give another --run"
-            )
+                "from a backup, give exactly the options that the run was started with, or give another --run",
+            ),
+        ]
+        check_rules(rules, RunError)
         return
     if (problem := describe_difference(record, plan)) is None:
         return
@@ -258,17 +262,18 @@ def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: s
 
 def read_existing_record(store: Store, keys: RunKeys) -> RunRecord:
     """Return the record of a run, which must exist."""
-    if is_removed(store, keys):
-        raise RunError(
-            f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"
-        )
-    record = read_run_record(store, keys)
+    removed = is_removed(store, keys)
+    record = None if removed else read_run_record(store, keys)
+    rules: list[tuple[object, str]] = [
+        (removed, f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"),
+        (
+            record is None and committed_prefixes(store, keys),
+            f"run {keys.run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
+            "or start the run again with exactly its original options",
+        ),
+    ]
+    check_rules(rules, RunError)
     if record is None:
-        if committed_prefixes(store, keys):
-            raise RunError(
-                f"run {keys.run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
-                "or start the run again with exactly its original options"
-            )
         raise unknown_run_error(store, keys.run)
     return record
 
