@@ -29,7 +29,7 @@ from typing import Any
 
 import penstock
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
-from penstock.storage.errors import InstallError, OptionError, check_rules
+from penstock.storage.errors import InstallError, check_rules
 
 PROJECT = "penstock-rl"
 LOCKS = Path(penstock.__file__).parent / "environment" / "lock"
@@ -136,10 +136,9 @@ def parse_extras(text: str, source: Path | None) -> list[str]:
             f"penstock-rl is not installed in {sys.prefix}: run {sys.executable} -m pip install --no-deps penstock-rl"
         ) from error
     extras = [name.strip() for name in text.split(",") if name.strip()]
-    for name in extras:
-        if name not in known or name in ("cpu", "gpu"):
-            choices = ", ".join(sorted(set(known) - {"cpu", "gpu"}))
-            raise OptionError(f"--with takes names of {choices}, separated by commas; found {short_repr(name)}")
+    choices = sorted(set(known) - {"cpu", "gpu"})
+    problem = f"--with takes names of {', '.join(choices)}, separated by commas; found"
+    check_rules((name not in choices, f"{problem} {short_repr(name)}") for name in extras)
     return extras
 
 

@@ -39,7 +39,7 @@ from penstock.flows.options.refused import (
 from penstock.flows.run_config import RunConfig
 from penstock.stages.eval.data_sets import parse_yaml
 from penstock.storage.config import field_meta, section_model
-from penstock.storage.errors import OptionError, nearest_name
+from penstock.storage.errors import OptionError, check_rules, nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
@@ -70,9 +70,8 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     flags update `base_values` in place, if it is given."""
     values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
-    for name, args in occurrences:
-        if name == "--config" and not any(args):
-            raise OptionError("--config needs a value: the path of a TOML file or the name of a bundled recipe")
+    problem = "--config needs a value: the path of a TOML file or the name of a bundled recipe"
+    check_rules((name == "--config" and not any(args), problem) for name, args in occurrences)
     for path in [path for name, args in occurrences if name == "--config" for path in args]:
         merge_values(values, read_toml(path))
     options_set: set[str] = set()
@@ -324,9 +323,7 @@ def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
                 f"{name} takes a JSON object or key=value pairs; the JSON is malformed ({str(error)[:80]}): correct it"
             ) from None
         return value
-    for arg in args:
-        if "=" not in arg[1:]:
-            raise OptionError(f"{name} takes key=value pairs; found {short_repr(arg)}")
+    check_rules(("=" not in arg[1:], f"{name} takes key=value pairs; found {short_repr(arg)}") for arg in args)
     return {key: parse_literal([value]) for key, _, value in (arg.partition("=") for arg in args)}
 
 

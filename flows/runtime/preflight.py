@@ -473,12 +473,16 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         if directory == Path(path):  # not the assets of a converted model
             check_weights(directory, other)
         policy_fields, other_fields = shape.model_dump(), other.model_dump()
-        for key in sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"}):
-            if policy_fields[key] != other_fields.get(key):
-                raise ModelError(
-                    f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
-                    f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape"
-                )
+        fields = sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"})
+        rules = (
+            (
+                policy_fields[key] != other_fields.get(key),
+                f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
+                f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape",
+            )
+            for key in fields
+        )
+        check_rules(rules, ModelError)
     if not train.freeze_vision and shape.vision is None:
         raise OptionError(
             f"--no-freeze-vision needs a vision-language model, and {shape.architecture} is not one: omit the option"
@@ -514,12 +518,15 @@ def check_teacher(config: PostTrainConfig) -> None:
     tokens of the policy."""
     opd = config.train.opd
     names = sorted({*opd.opd_teacher_load, *opd.opd_teacher_url} - {""}) if opd else []
-    for row in read_first_rows(config.rollout) if names else ():
-        if row.metadata.get(TEACHER) not in names:
-            raise DataError(
-                f"{row.where} names the teacher {row.metadata.get(TEACHER)!r} (--opd-teacher-key), but the run has "
-                f"{', '.join(names)}: correct the row, --opd-teacher-key, --opd-teacher-load or --opd-teacher-url"
-            )
+    rules = (
+        (
+            row.metadata.get(TEACHER) not in names,
+            f"{row.where} names the teacher {row.metadata.get(TEACHER)!r} (--opd-teacher-key), but the run has "
+            f"{', '.join(names)}: correct the row, --opd-teacher-key, --opd-teacher-load or --opd-teacher-url",
+        )
+        for row in (read_first_rows(config.rollout) if names else ())
+    )
+    check_rules(rules, DataError)
     options = teacher_options(config)
     if options is None:
         return
