@@ -242,7 +242,8 @@ def watch_in_terminal(store: Store, keys: RunKeys) -> int:
         region.stop()
     state = panel.state
     console.print(
-        f"{keys.run}: {panel.panel.num_done} of {panel.panel.num_rounds} rounds, {state.outcome.lower() or state.kind}"
+        f"{keys.run}: {panel.panel.rounds.done} of {panel.panel.rounds.planned} rounds, "
+        f"{state.outcome.lower() or state.kind}"
     )
     return 0
 
@@ -271,7 +272,7 @@ class RemotePanel:
         if self._starts:
             panel.started_at = self._starts[-1][0].at + offset
         shown: RunStatus | None = status if self.state.kind in ("running", "silent") else None
-        panel.activities = [
+        panel.activities.running = [
             Activity(each.title, each.stage, each.since + offset, done=each.done, total=each.total)
             for each in (shown.activities if shown else ())
         ]
@@ -282,14 +283,14 @@ class RemotePanel:
 
     def _add(self, commit: Commit, at: float) -> None:
         panel = self.panel
-        panel.add_to_curves(commit)
+        panel.curves.add(commit)
         if commit.kind == "rollout":
             self._rollouts[commit.index] = commit
-            panel.samples = format_sample_preview(commit, MAX_COLUMNS)
+            panel.rounds.samples = format_sample_preview(commit, MAX_COLUMNS)
         elif commit.kind == "step":
             rollout = self._rollouts.pop(commit.index, None)
             spent = seconds_by_stage([each for each in (rollout, commit) if each], [])
-            panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
-            panel.finish_round(commit.index, at)
+            panel.rounds.durations = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
+            panel.rounds.finish(commit.index, at)
         stages = {"step": "train"} | ({"rollout": "data"} if "data" in panel.stages else {})
-        panel.finished.add(stages.get(commit.kind, commit.kind))
+        panel.activities.finished.add(stages.get(commit.kind, commit.kind))
