@@ -52,16 +52,16 @@ def main(argv: list[str]) -> int:
     """Run `penstock report --to`. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
     to = own["--to"]  # always given: without --to, `penstock report` runs another command
-    for wrong, problem in (
-        (to not in TRACKERS, f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}"),
-        ("--tracking-uri" in own and to != "mlflow", f"--tracking-uri has no effect with --to {to}: leave it out"),
+    check_rules(
         (
-            ("--all" in own) == bool(names),
-            "penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them",
-        ),
-    ):
-        if wrong:
-            raise OptionError(problem)
+            (to not in TRACKERS, f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}"),
+            ("--tracking-uri" in own and to != "mlflow", f"--tracking-uri has no effect with --to {to}: leave it out"),
+            (
+                ("--all" in own) == bool(names),
+                "penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them",
+            ),
+        )
+    )
     of_tracker = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
     argv_of: dict[bool, list[str]] = {True: [], False: []}  # whether flags belong to the tracker -> their arguments
     for name, values in split_flags(rest):
