@@ -180,16 +180,15 @@ def read_config(path: Path) -> dict[str, Any]:
             ),
         )
         check_rules(rules, ModelError)
-    values, problem = None, ""
+    values: Any = None
     try:
         values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
-        if not isinstance(values, dict):
-            problem = f"contains a JSON {type(values).__name__} instead of an object: download it again"
+        problem = f"contains a JSON {type(values).__name__} instead of an object: download it again"
     except OSError as error:
         problem = f"cannot be read ({error.strerror}): make it readable for this user"
     except (ValueError, RecursionError) as error:
         problem = f"is not JSON ({error}): download it again"
-    if problem:
+    if not isinstance(values, dict):
         raise ModelError(f"{path} {problem}")
     return values
 
