@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from penstock.storage.commit import JOURNAL, commit_key
 from penstock.storage.config import StageConfig
 from penstock.storage.disk import read_file
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")  # part of file names, which have at most 255 bytes
 _MAX_BYTES = 4 << 20
@@ -48,10 +48,11 @@ class DataSetSettings(BaseModel):
     @classmethod
     def _refuse_boolean_and_empty(cls, value: Any) -> Any:
         """Refuse booleans, which pydantic would convert to numbers, and ""."""
-        if isinstance(value, bool):
-            raise ValueError("a setting cannot be true or false: give a number or text")
-        if value == "":
-            raise ValueError("give a value, or remove the line")
+        rules = [
+            (isinstance(value, bool), "a setting cannot be true or false: give a number or text"),
+            (value == "", "give a value, or remove the line"),
+        ]
+        check_rules(rules)
         return value
 
 
@@ -153,18 +154,20 @@ def _describe_error(error: Any, data_sets: list[dict[str, Any]]) -> str:
 def check_data_set_names(names: list[str]) -> None:
     """Check that data set names are valid and unique."""
     for name in names:
-        if not _NAME.fullmatch(name):
-            raise OptionError(
+        rules = [
+            (
+                not _NAME.fullmatch(name),
                 f"{name[:60]!r} cannot name a data set: use at most 100 letters, digits, dots, dashes and underscores, "
-                "with a letter or digit first"
-            )
-        if name.endswith((JOURNAL, commit_key(""))):
-            raise OptionError(
+                "with a letter or digit first",
+            ),
+            (
+                name.endswith((JOURNAL, commit_key(""))),
                 f"{name[:60]!r} cannot name a data set, because its evaluation would look like the journal or the "
-                "commit record of another one: give it another name"
-            )
-        if names.count(name) > 1:
-            raise OptionError(f"two data sets are named {name}: give each a different name")
+                "commit record of another one: give it another name",
+            ),
+            (names.count(name) > 1, f"two data sets are named {name}: give each a different name"),
+        ]
+        check_rules(rules)
 
 
 def parse_yaml(text: str) -> Any:

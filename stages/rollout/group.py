@@ -32,7 +32,7 @@ from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_unfinished
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import DataError, PluginError
+from penstock.storage.errors import DataError, PluginError, check_rules
 from penstock.storage.failpoints import failpoint
 from penstock.storage.samples.sample import TEACHER, Sample, Status
 from penstock.storage.secret_references import resolve_secrets
@@ -484,16 +484,20 @@ class Teacher:
 
     async def _score(self, sample: Sample) -> Scores:
         client = self.clients.get("" if "" in self.clients else sample.metadata.get(TEACHER, ""))
-        if client is None:
-            raise DataError(
+        rules = [
+            (
+                client is None,
                 f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-url "
-                f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key"
-            )
-        if sample.images:
-            raise DataError(
+                f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key",
+            ),
+            (
+                sample.images,
                 f"sample {sample.sample_id} has images, which an engine's teacher does not see: use a vision-language "
-                "teacher in the trainer (--opd-teacher-load), or prompts without images"
-            )
+                "teacher in the trainer (--opd-teacher-load), or prompts without images",
+            ),
+        ]
+        check_rules(rules, DataError)
+        assert client is not None
         try:
             async with self.slots:
                 return await client.score(sample.token_ids, self.top_k)

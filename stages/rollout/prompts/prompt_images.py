@@ -28,7 +28,7 @@ from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.text.templates import preview
 from penstock.storage.blobs import write_blobs
 from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import DataError
+from penstock.storage.errors import DataError, check_rules
 from penstock.storage.file_store import FileStore
 from penstock.storage.image_decoding import MAX_BYTES, load_image
 
@@ -144,10 +144,11 @@ def read_image_file(source: str, roots: Sequence[str]) -> bytes:
         except ValueError:
             raise DataError("the image is a data: URI that is not base64: write data:image/png;base64,...") from None
     shown = preview(source)
-    if "::" in source or "\0" in source:
-        raise DataError(f"the image {shown} is a chained URI or has a NUL: give a path or a plain URI")
-    if not roots:
-        raise DataError(f"the image {shown} has no directory from which images may be read: give --image-roots")
+    rules = [
+        ("::" in source or "\0" in source, "is a chained URI or has a NUL: give a path or a plain URI"),
+        (not roots, "has no directory from which images may be read: give --image-roots"),
+    ]
+    check_rules(((is_violated, f"the image {shown} {problem}") for is_violated, problem in rules), DataError)
     is_relative = "://" not in source and not posixpath.isabs(source)
     try:
         fs, path = _locate(f"{roots[0].rstrip('/') or ''}/{source}" if is_relative else source)
