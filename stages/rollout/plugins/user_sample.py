@@ -374,15 +374,16 @@ def _attributes(sample: UserSample) -> dict[str, Any]:
 
 def _json_copy(metadata: Any) -> dict[str, Any]:
     """Return the metadata after a round trip through JSON, in the form in which it will be read from the shard."""
-    if not isinstance(metadata, dict):
-        raise PluginError(f"the sample's metadata is a {type(metadata).__name__}: set it to a dictionary")
+    problem = text = ""
     try:
         text = json.dumps(metadata, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError) as error:
-        raise PluginError(
-            f"the sample's metadata cannot be written as JSON ({error}): use only numbers, text, lists and dictionaries"
-        ) from None
+        problem = f"cannot be written as JSON ({error}): use only numbers, text, lists and dictionaries"
+    if not isinstance(metadata, dict):
+        problem = f"is a {type(metadata).__name__}: set it to a dictionary"
+    if problem:
+        raise PluginError(f"the sample's metadata {problem}")
     return dict(json.loads(text))
 
 
