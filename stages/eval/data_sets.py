@@ -86,23 +86,21 @@ class EvalFile(BaseModel):
 
 def read_eval_file(path: str) -> EvalFile:
     """Read and validate the --eval-config file at `path`. Raises OptionError for the first problem in it."""
+    is_yaml = path.endswith(_YAML)
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8").replace("\r\n", "\n")
-        values = _parse_eval_yaml(text) if path.endswith(_YAML) else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
+        values = parse_yaml(text) if is_yaml else tomllib.loads(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # includes TOMLDecodeError and UnicodeDecodeError
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise OptionError(f"this file is not {'YAML' if is_yaml else 'TOML'} ({reason}): correct it") from None
     except OSError as error:
         raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
-    return parse_eval_file(values)
+    return parse_eval_file(_structure_of_toml(values) if is_yaml else values)
 
 
-def _parse_eval_yaml(text: str) -> dict[str, Any]:
+def _structure_of_toml(values: Any) -> dict[str, Any]:
     """Return the content of a YAML or JSON file in the structure of the TOML file. In YAML, everything may be below the
     key `eval`, and `datasets` may be a mapping from names to settings."""
-    try:
-        values = parse_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise OptionError(f"this file is not YAML ({' '.join(str(error).split())[:150]}): correct it") from None
     if isinstance(values, dict) and list(values) == ["eval"]:
         values = values["eval"]
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

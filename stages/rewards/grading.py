@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ from penstock.storage.samples.sample import Sample
 GRACE_PERIOD = 1.0  # seconds after the time limit during which the grading process can cancel an async call itself
 
 
-class Grader:
+class Grader(AbstractContextManager["Grader", None]):
     """Grades samples. Grading processes start when first needed, up to `num_workers` per reward (rows may name
     additional rewards), and run until `close`. A Grader is a context manager. Raises RewardError."""
 
@@ -72,9 +73,6 @@ class Grader:
             evaluated_integers=options.rm_evaluated_integers,
         )
         return cls(settings, num_workers)
-
-    def __enter__(self) -> Grader:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -137,15 +137,14 @@ REWARDS: dict[str, BuiltinReward] = {
 def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
     content of the last \\boxed{} in the response."""
-    if not name:
-        raise RewardError(
-            "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
-        )
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         near = nearest_name(base_name, REWARDS)
         hint = f"did you mean {near}?" if near else "choose a built-in reward, or give --custom-rm-path"
-        raise RewardError(f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}")
+        problem = f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}"
+        if not name:
+            problem = "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in every row's metadata"
+        raise RewardError(problem)
     reward = REWARDS[base_name]
     if name == base_name:
         return reward

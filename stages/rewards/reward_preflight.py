@@ -165,9 +165,8 @@ def try_reward_on_test_samples(
     with Grader.from_options(options, 1, arguments) as grader:
         futures = grader.submit_group(samples) if options.group_rm else [grader.submit(sample) for sample in samples]
         outcomes: list[Outcome] = [future.result() for future in futures]
-    for outcome in outcomes:
-        if outcome.request_error is not None:
-            raise RewardError(outcome.request_error)
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        outcome.apply(sample)  # raises RewardError if the settings of the reward are wrong
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
         form = f"; {describe_reward_function(options.group_rm)}" if _is_user_defined(options, row) else ""
