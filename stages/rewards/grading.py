@@ -33,7 +33,7 @@ from penstock.stages.rewards.hub import (
     get_checked_builtin_reward,
     row_reward_path,
 )
-from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
+from penstock.stages.rewards.outcome import Outcome, grade_builtin, outcome_of_exception, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
@@ -212,7 +212,7 @@ def _outcome_of_lost_process(lost: WorkerLost, settings: RewardSettings) -> Outc
         doing = "loading" if lost.is_loading else "running"
         reason = f"the grading process died: it exited while {doing} {name}"
     if not lost.is_loading:
-        return failed_outcome(reason)
+        return Outcome(error=reason)
     return PluginError(
         f"the grading process of {name} did not start: {reason}. The reward must load within "
         f"--reward-start-timeout {settings.start_timeout:g} s and must not exit: see the reward's output in the "
@@ -254,7 +254,7 @@ def prepare_grading(settings: RewardSettings) -> Callable[[list[Sample]], Any]:
                 values = await await_all(call(samples))
             return parse_rewards(values, len(samples), settings.reward_key, name)
         except TimeoutError:
-            return [failed_outcome(f"timeout: more than {limit:g} s in {name}")] * len(samples)
+            return [Outcome(error=f"timeout: more than {limit:g} s in {name}")] * len(samples)
         except (Exception, SystemExit) as error:  # SystemExit would stop the event loop and thereby all other jobs
             return [outcome_of_exception(error, name)] * len(samples)
 

@@ -26,7 +26,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.generation import EngineClient, Generation, PromptImage, Scores, TokenCounts
 from penstock.stages.images import SampleImages
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.outcome import Outcome, failed_outcome
+from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.plugins.user_sample import UserSample
@@ -153,7 +153,7 @@ class GroupRunner:
                 group = await self._call_generator(group)
             except ValueError as error:  # only this prompt is invalid (too long, for example); the round continues
                 for sample in group:
-                    failed_outcome(f"refused by the engine: {error}").apply(sample)
+                    Outcome(error=f"refused by the engine: {error}").apply(sample)
                 return group
         self.last_token_time = time.perf_counter()
         self.generated += group

@@ -334,7 +334,7 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
     data = getattr(returned, "data", returned)
     if not isinstance(data, Mapping):
         return getattr(returned, "samples", returned), {}
-    entry = data.get(data_set)
+    entry: Any = data.get(data_set)
     rules = [
         (
             set(data) != {data_set},
