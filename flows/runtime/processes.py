@@ -240,9 +240,13 @@ class Processes:
         return f"{len(started)} engine{'s'[: len(started) - 1]}{policy}" if started else ""
 
     def release_engines(self) -> None:
-        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
-        that a previous driver of this run left running on an external Ray cluster."""
-        config = self.run.config
+        """Call this before the trainer uses GPU memory. Wait until engines on the trainer's GPUs have started, because
+        an engine takes a share of the memory that is free while it starts. With --offload-rollout, release their
+        memory, also that of engines that a previous driver of this run left running on an external Ray cluster."""
+        config, options = self.run.config, self.engine_options
+        if self.cluster.num_gpus and options.num_gpus is None and not options.external and "rollout" in self.pools:
+            for replica in self.pools["rollout"].replicas:
+                replica.wait_for_url()
         if not config.run.offloads_engines or config.run.debug_train_only or config.train.loss_type == "sft_loss":
             return
         if "rollout" not in self.pools and not self.cluster.owned:
