@@ -91,8 +91,12 @@ def _too_large_error(size: str) -> DataError:
 def _to_rgb(image: Image.Image) -> np.ndarray:
     """Return a decoded image as [H, W, 3] uint8, upright, over white."""
     image = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    key = image.info.get("transparency")  # a PNG file's transparent colour, with the bits of its channels
+    if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 0xFF:
+        image.info["transparency"] = tuple(value >> 8 for value in key)
     if image.mode in _HIGH_BYTE:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image.info |= {"transparency": key >> 8} if isinstance(key, int) else {}
     elif image.mode == "I":  # 16-bit values of PPM and TIFF files
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
