@@ -93,6 +93,9 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     except Exception:  # damaged metadata do not make the pixels unreadable
         has_orientation = False
     image = ImageOps.exif_transpose(image) if has_orientation else image
+    key = image.info.get("transparency")  # a PNG file's transparent colour, with the bits of its channels
+    if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 0xFF:
+        image.info["transparency"] = tuple(value >> 8 for value in key)
     if image.mode in (*_HIGH_BYTE, "I", "F"):
         values = np.asarray(image)
         # PPM and TIFF files have 16-bit values in mode I
@@ -100,6 +103,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
             kind = "floating-point" if image.mode == "F" else "32-bit"
             raise DataError(f"the image has {kind} pixels: save it with 8 bits per channel")
         image = Image.fromarray((values >> 8).astype(np.uint8))
+        image.info |= {"transparency": key >> 8} if isinstance(key, int) else {}
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

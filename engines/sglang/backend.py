@@ -26,7 +26,7 @@ from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import checks, control, older_release, passthrough
 from penstock.engines.sglang.checks import draft_model, is_speculative
-from penstock.engines.sglang.older_release import STREAMING, VISION
+from penstock.engines.sglang.older_release import STREAMING, VISION, to_current_flag
 from penstock.engines.sglang.passthrough import check_router_args, check_sglang_args, to_command_line
 from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, fp8_weights, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, check_rules
@@ -153,7 +153,11 @@ class SGLangBackend(EngineBackend):
             "enable_draft_weights_cpu_backup": offload and is_speculative(check_sglang_args(options.spec.args)),
             "enable_weights_cpu_backup": offload and options.adapters is not None,
         }
-        args = default_args(options, has_gpus=has_gpus) | options.spec.args
+        own = options.spec.args
+        if options.spec.python is None:  # otherwise the names are those of another installation
+            known = set(passthrough.sglang_flags())
+            own = dict(to_current_flag(key.replace("-", "_"), value, known) for key, value in own.items())
+        args = default_args(options, has_gpus=has_gpus) | own
         args |= {name: True for name, is_on in switches.items() if is_on}
         if adapters := options.adapters:
             lora = {"enable_lora": True, "max_lora_rank": adapters.rank, "lora_target_modules": list(adapters.modules)}

@@ -8,6 +8,7 @@ nothing about pictures, so that RL starts at chance.
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -17,6 +18,7 @@ from penstock.flows.commands.demo_model import END, PAD, make_tokenizer
 SIDE = 56  # pixels: 4 x 4 patches of 14 pixels, of which 2 x 2 become one token
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 50)}
 NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS = 512, 128, 1280
+POSITIONS = 1024
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -26,12 +28,13 @@ TEMPLATE = (
 )
 
 
-def make_model(directory: Path) -> None:
-    """Write a random Qwen2.5-VL, its tokenizer and the settings of its image processor."""
+def make_model(directory: Path, words: Sequence[str] = (*COLOURS,)) -> None:
+    """Write a random Qwen2.5-VL, its tokenizer and the settings of its image processor. Each of `words`, six at most,
+    is one token."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    tokenizer = make_tokenizer(words=[*SPECIAL, *COLOURS])
+    tokenizer = make_tokenizer(max_length=POSITIONS, words=[*SPECIAL, *words])
     tokenizer.chat_template = TEMPLATE
     start, end, image, video = tokenizer.convert_tokens_to_ids(SPECIAL)
     text = dict(
@@ -41,7 +44,7 @@ def make_model(directory: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=POSITIONS,
         bos_token_id=None,
         eos_token_id=END,
         pad_token_id=PAD,

@@ -86,7 +86,14 @@ def test_prefills_of_a_gpu_run_without_cuda_graphs_by_default(args: dict[str, An
     ids=str,
 )
 def test_flags_of_the_user_choose_the_graphs_of_prefills(args: dict[str, Any]) -> None:
-    assert args_of_server(**args) == args
+    assert args_of_server(**args) == {name.replace("-", "_"): value for name, value in args.items()}
+
+
+def test_server_gets_flags_by_the_names_of_the_installed_release() -> None:
+    renamed = {"cuda_graph_max_bs_decode": 512, "moe_a2a_backend": "deepep"}
+    old = {"cuda_graph_max_bs": 512, "enable_deepep_moe": True}
+    assert args_of_server(has_gpus=False, **old) == renamed
+    assert args_of_server(has_gpus=False, python="/opt/sglang/bin/python", **old) == old
 
 
 def test_graphs_of_prefills_are_left_to_a_cpu_server_and_to_another_installation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 import re
@@ -12,16 +13,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
 from torch import Tensor
 
+from penstock.flows.cli import main
 from penstock.flows.config import read_toml, validate_config
 from penstock.stages.plugins import load_function
 from penstock.stages.train.algorithms.experience import TokenFields
 from penstock.stages.train.algorithms.losses import custom_loss
 from penstock.storage.samples.sample import Sample
+from tests.engines.test_vision_shapes import qwen2_5
 from tests.train.ragged import options, sums
 from tests.train.test_policy_losses import made_up, naive_policy_loss, tensors
 
@@ -207,6 +212,69 @@ def test_geometry_problems_are_either_trained_or_held_out() -> None:
     split = module("geometry/data.py", "make_problems")["split_problems"]
     train, heldout = ([row["prompt"] for row in rows] for rows in split(random.Random(0)))
     assert len(train) == 300 and len(heldout) == 42 and not set(train) & set(heldout)
+
+
+class TestGeometry3K:
+    """The preparation of the data, and the turns of the environment."""
+
+    functions = module("geometry3k/generate.py", "generate")
+
+    def test_rows_of_the_data_set_become_prompts_with_images(self, tmp_path: Path) -> None:
+        script = module("geometry3k/prepare.py", "prepare")
+        image = {"bytes": b"png", "path": "img_diagram.png"}
+        rows = [
+            {"images": [image], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }", "id": 1},
+            {"images": [image, image], "problem": "Find y. ", "answer": "15", "id": 2},
+        ]
+        (tmp_path / "data").mkdir()
+        with pytest.raises(SystemExit, match="train"):
+            script["prepare"](tmp_path, tmp_path / "out")
+        for split in ("train", "validation", "test"):
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"data/{split}-00000-of-00001.parquet")
+        assert script["prepare"](tmp_path, tmp_path / "out") == {"train": 2, "test": 2}
+        written = pq.read_table(tmp_path / "out/test.parquet").to_pylist()
+        assert [row["prompt"].partition("\n")[0] for row in written] == ["<image>Find x.", "<image><image>Find y."]
+        assert all(row["prompt"].endswith(script["INSTRUCTION"]) for row in written)
+        assert [row["label"] for row in written] == ["2 \\sqrt { 221 }", "15"]
+        assert [row["images"] for row in written] == [[image], [image, image]]
+
+    @pytest.mark.parametrize(
+        ("replies", "evaluation", "said"),
+        [
+            (["\\boxed{2\\sqrt{221}}"], False, []),
+            (["\\boxed{3}", "\\boxed{2\\sqrt{221}}"], False, ["WRONG"]),
+            (
+                ["it is 3", "\\boxed{3}", "\\boxed{4}"],
+                False,
+                ["WITHOUT_ANSWER", "WRONG"],
+            ),  # the last turn has no answer
+            (["\\boxed{3}"], True, []),
+            ([], False, []),  # the length limit was reached
+        ],
+    )
+    def test_wrong_answers_are_returned_until_the_last_turn(
+        self, replies: list[str | tuple[str, str]], evaluation: bool, said: list[str]
+    ) -> None:
+        status = SimpleNamespace(COMPLETED="completed")
+        sample = SimpleNamespace(label="2 \\sqrt { 221 }", status="completed", Status=status)
+        conversation = Conversation(sample, replies)
+        engine = SimpleNamespace(conversation=lambda sample: conversation)
+        asyncio.run(self.functions["generate"](SimpleNamespace(max_turns=3), sample, {}, engine, evaluation))
+        assert conversation.heard == [("user", self.functions[name]) for name in said] and not conversation.replies
+        assert all("\\boxed" not in self.functions[name] for name in ("WRONG", "WITHOUT_ANSWER"))
+
+    @pytest.mark.parametrize("recipes", [["run"], ["run", "multi_turn"]])
+    def test_recipe_of_the_3b_model_fits_one_gpu(
+        self, recipes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(qwen2_5(36, 2048, 11008, 16, 2, True)))
+        files = [word for name in recipes for word in ("--config", str(EXAMPLES / f"geometry3k/{name}.toml"))]
+        words = [*files, "--hf-checkpoint", str(tmp_path)]
+        assert main(["train", *words, "--run", "r", "--prompt-data", "/nowhere.parquet", "--dry-run"]) == 0
+        assert "optimizer steps" in capsys.readouterr().out
+        assert main(["doctor", "--plan", *words, "--gpu-memory-gib", "80"]) == 0
+        output = capsys.readouterr().out
+        assert "fits: a GPU shared by trainer and engines" in output and "warning" not in output
 
 
 def naive_example_losses(

@@ -186,6 +186,19 @@ def test_shapes_learns_to_name_the_colour_of_a_picture(run: Run) -> None:
     assert "no problems found" in outputs[-1] and "30 of 30" in outputs[-1]
 
 
+def test_geometry3k_trains_in_one_turn_and_in_several(run: Run) -> None:
+    store, _ = run("geometry3k")
+    for name in ("geometry3k", "geometry3k-turns"):
+        assert max(curve(store, name, "train/train_rollout_logprob_abs_diff", kind="steps")) < 1e-5
+        samples = [sample for r in range(4) for sample in samples_of(store, name, r)]
+        assert len(samples) == 4 * 8 * 4 and all(len(sample.images) == 1 for sample in samples)
+    several = [sample for sample in samples if sample.metadata["num_turns"] > 1]
+    assert len(several) > len(samples) / 4 and any(sample.reward for sample in several)
+    for sample in several:  # the messages of the environment are not trained on
+        assert "at the figure again" in sample.response
+        assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
+
+
 def test_streaming_is_stale_within_its_bound_and_learns(run: Run) -> None:
     store, _ = run("fully_async", rounds=20)
     values = curve(store, "stream")

@@ -1,9 +1,12 @@
 """Image files made in memory: good ones with the pixels that they must give, bad ones with the message."""
 
+import base64
+import gzip
 import io
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,23 +40,37 @@ def with_alpha() -> Image.Image:
     return image
 
 
-def rotated(orientation: int) -> bytes:
-    """A PNG that a viewer turns according to the EXIF tag."""
+def rotated(orientation: int, format: str = "PNG", **options: Any) -> bytes:
+    """An image of four colours that a viewer turns according to the EXIF tag."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return encode(picture(), exif=exif)
+    return encode(Image.fromarray(QUARTERS), format, exif=exif, **options)
 
 
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims a size and has few bytes of pixels: a decompression bomb."""
+def two(left: tuple[int, int, int], right: tuple[int, int, int]) -> np.ndarray:
+    return np.array([[left, right]], np.uint8)
+
+
+def png_file(width: int, height: int, depth: int, kind: int, pixels: bytes, key: bytes = b"") -> bytes:
+    """A PNG of a number of bits per channel and a colour type. `key` is its transparent colour, none if empty."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
-    )
+    header, rows = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0), zlib.compress(pixels)
+    parts = [(b"IHDR", header), *([(b"tRNS", key)] if key else []), (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def png16(kind: int, left: tuple[int, ...], right: tuple[int, ...], key: tuple[int, ...] = ()) -> bytes:
+    """A PNG of two pixels with 16 bits per channel."""
+    pixels = b"\0" + struct.pack(f">{2 * len(left)}H", *left, *right)
+    return png_file(2, 1, 16, kind, pixels, struct.pack(f">{len(key)}H", *key))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has few bytes of pixels: a decompression bomb."""
+    return png_file(width, height, 8, 2, bytes(99))
 
 
 def animation(format: str) -> bytes:
@@ -72,6 +89,12 @@ def expected(left: tuple[int, ...], right: tuple[int, ...], size: tuple[int, int
 
 
 HALVES = expected(RED, BLUE)
+QUARTERS = np.concatenate([HALVES[:12], expected(WHITE, (0, 90, 0))[12:]])
+TURNED = QUARTERS.transpose(1, 0, 2)
+UPRIGHT = {  # EXIF orientation -> QUARTERS as a viewer shows it
+    1: QUARTERS, 2: QUARTERS[:, ::-1], 3: QUARTERS[::-1, ::-1], 4: QUARTERS[::-1],
+    5: TURNED, 6: TURNED[:, ::-1], 7: TURNED[::-1, ::-1], 8: TURNED[::-1],
+}  # fmt: skip
 # Name -> file, RGB that it must give [H, W, 3], largest difference.
 GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
     "png": (lambda: encode(picture()), HALVES, 0),
@@ -90,6 +113,32 @@ GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
     "16-bit grey": (lambda: grey16(np.full((4, 8), 0x4D12)), np.full((4, 8, 3), 0x4D, np.uint8), 0),
     "16-bit tiff": (lambda: grey16(np.full((4, 8), 0xFFFF), "TIFF"), np.full((4, 8, 3), 255, np.uint8), 0),
     "32-bit integers of 16 bits": (lambda: tiff("I", 0x4D12), np.full((4, 4, 3), 0x4D, np.uint8), 0),
+    "16-bit colour": (lambda: png16(2, (0x4D12, 0, 0), (0xFFFF, 1, 2)), two((0x4D, 0, 0), (255, 0, 0)), 0),
+    "16-bit colour with alpha": (
+        lambda: png16(6, (0x4D12, 0, 0, 0xFFFF), (0x4D12, 0, 0, 0)),
+        two((0x4D, 0, 0), WHITE),
+        0,
+    ),
+    "16-bit grey with alpha": (lambda: png16(4, (0x4D12, 0xFFFF), (0x4D12, 0)), two((0x4D,) * 3, WHITE), 0),
+    "transparent 16-bit grey": (lambda: png16(0, (0x4D12,), (0x2000,), key=(0x2000,)), two((0x4D,) * 3, WHITE), 0),
+    "transparent 16-bit colour": (
+        lambda: png16(2, (0x4D12, 0, 0), (0x4D12, 0x1234, 0), key=(0x4D12, 0x1234, 0)),
+        two((0x4D, 0, 0), WHITE),
+        0,
+    ),
+    "16-bit ppm": (lambda: b"P5 2 1 65535\n\x4d\x12\xff\xff", two((0x4D,) * 3, WHITE), 0),
+    "ppm as text": (lambda: b"P3 1 1 255\n250 10 20\n", np.array([[RED]], np.uint8), 0),
+    "2-bit grey": (lambda: png_file(2, 1, 2, 0, b"\0\xd0"), two(WHITE, (85,) * 3), 0),
+    "grey with a transparent value": (lambda: png_file(2, 1, 8, 0, b"\0\x09\x63", b"\0\x09"), two(WHITE, (99,) * 3), 0),
+    "ycbcr tiff": (lambda: encode(picture("YCbCr"), "TIFF"), HALVES, 3),
+    "gif with transparency": (
+        lambda: encode(Image.new("P", (4, 4), 0), "GIF", transparency=0),
+        np.full((4, 4, 3), 255, np.uint8),
+        0,
+    ),
+    "gif of one frame": (lambda: encode(picture(), "GIF", save_all=True), HALVES, 0),
+    "alpha in tiff": (lambda: encode(with_alpha(), "TIFF"), expected(RED, WHITE), 0),
+    "without end": (lambda: encode(picture())[:-12], HALVES, 0),
     "palette": (lambda: encode(picture().quantize(4)), HALVES, 2),
     "palette with transparency": (
         lambda: encode(Image.new("P", (4, 4), 0), transparency=0),
@@ -105,10 +154,11 @@ GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
     ),
     "grey with alpha": (lambda: encode(Image.new("LA", (2, 2), (9, 0))), np.full((2, 2, 3), 255, np.uint8), 0),
     "transparent colour": (lambda: encode(picture(), transparency=BLUE), expected(RED, WHITE), 0),
-    "exif upside down": (lambda: rotated(3), expected(BLUE, RED), 0),
-    "exif mirrored": (lambda: rotated(2), expected(BLUE, RED), 0),
-    "exif turned": (lambda: rotated(6), HALVES.transpose(1, 0, 2)[:, ::-1], 0),
-    "exif out of range": (lambda: rotated(9), HALVES, 0),
+    **{f"exif orientation {tag}": (partial(rotated, tag), pixels, 0) for tag, pixels in UPRIGHT.items()},
+    "exif out of range": (lambda: rotated(9), UPRIGHT[1], 0),
+    "exif in jpeg": (lambda: rotated(6, "JPEG", quality=95), UPRIGHT[6], 130),
+    "exif in webp": (lambda: rotated(5, "WEBP", lossless=True), UPRIGHT[5], 0),
+    "orientation in tiff": (lambda: rotated(7, "TIFF"), UPRIGHT[7], 0),
     "damaged exif": (lambda: encode(picture(), exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), HALVES, 0),
     "one pixel": (lambda: encode(Image.new("RGB", (1, 1), RED)), np.array([[RED]], np.uint8), 0),
     "photo with thumbnail (MPO)": (lambda: animation("MPO"), HALVES, 75),
@@ -125,12 +175,20 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "is none of PNG, JPEG"),
     "pdf": (lambda: b"%PDF-1.7\n" + bytes(200), "is none of PNG, JPEG"),
     "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is none of PNG, JPEG"),
+    "heic": (lambda: b"\0\0\0\x20ftypheic" + bytes(99), "is none of PNG, JPEG"),
+    "avif": (lambda: b"\0\0\0\x20ftypavif" + bytes(99), "is none of PNG, JPEG"),
+    "compressed png": (lambda: gzip.compress(PNG), "is none of PNG, JPEG"),
+    "base64 text": (lambda: base64.b64encode(PNG), "is none of PNG, JPEG"),
+    "spaces before": (lambda: b"  " + PNG, "is none of PNG, JPEG"),
     "icon": (lambda: encode(picture(), "ICO"), "is none of PNG, JPEG"),
     "only a signature": (lambda: PNG[:8], "(cannot be decoded|is none of)"),
     "truncated png": (lambda: PNG[: len(PNG) // 2], "cannot be decoded"),
     "truncated jpeg": (lambda: JPEG[: len(JPEG) // 2], "cannot be decoded .*truncated"),
     "truncated webp": (lambda: encode(picture(), "WEBP", lossless=True)[:-20], "(cannot be decoded|is none of)"),
     "truncated gif": (lambda: GIF[: len(GIF) // 2], "cannot be decoded .*truncated"),
+    "truncated bmp": (lambda: encode(picture(), "BMP")[:-900], "cannot be decoded .*truncated"),
+    "truncated tiff": (lambda: encode(picture(), "TIFF")[:900], "(cannot be decoded|is none of)"),
+    "truncated ppm": (lambda: encode(picture(), "PPM")[:-900], "cannot be decoded .*truncated"),
     "damaged header": (lambda: PNG[:20] + bytes(8) + PNG[28:], "(cannot be decoded|is none of)"),
     "damaged pixels": (lambda: PNG[:3000] + bytes(2000) + PNG[5000:], "cannot be decoded"),
     "no pixels": (lambda: png_header(0, 5), "(cannot be decoded|is none of)"),
@@ -144,6 +202,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "animated webp": (lambda: animation("WEBP"), "has 2 frames or pages"),
     "pages of a tiff": (lambda: animation("TIFF"), "has 2 frames or pages"),
     "floating-point pixels": (lambda: tiff("F", 0.5), "has floating-point pixels"),
+    "floating-point pfm": (lambda: b"Pf 1 1 -1.0\n\0\0\0\x3f", "has floating-point pixels"),
     "32-bit pixels": (lambda: tiff("I", 1 << 20), "has 32-bit pixels"),
     "negative pixels": (lambda: tiff("I", -1), "has 32-bit pixels"),
 }
