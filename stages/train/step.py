@@ -231,6 +231,7 @@ def stored_experience(batch: Batch) -> Experience:
         reward_components={name: torch.from_numpy(values) for name, values in batch.reward_components.items()},
         normalize_rewards=batch.train_rewards is None,
         group_index=torch.from_numpy(batch.group_index),
+        trajectory_index=torch.from_numpy(batch.trajectory_index),
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[positions]).double(),
         teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[positions]).double(),
     )

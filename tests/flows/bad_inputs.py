@@ -539,6 +539,8 @@ def rows_of_requests() -> Iterator[Bad]:
         "--loss-denominator 8 --calculate-per-prompt-loss",
         "--gdpo-reward-weights right=1", "--gdpo-reward-weights right=1 --advantage-estimator gdpo",
         "--overlong-buffer-len 9", "--overlong-penalty-factor 2",
+        "--baseline-over-trajectories --advantage-estimator ppo",
+        "--baseline-over-trajectories --disable-rewards-normalization",
         "--overlong-buffer-len 4 --advantage-estimator maxrl",
         "--overlong-buffer-len 4 --advantage-estimator gdpo --gdpo-reward-weights right=1",
         "--advantage-estimator reinforce_plus_plus",
