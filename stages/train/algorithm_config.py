@@ -450,9 +450,11 @@ class AlgorithmConfig(StageConfig):
         )
         yield (
             self.baseline_over_trajectories
-            and (not self.compares_samples or self.disable_rewards_normalization or self.custom_advantage_function_path),
-            "--baseline-over-trajectories has no effect, because no built-in estimator compares the rewards of a group: "
-            "omit it, or use an estimator such as grpo without --disable-rewards-normalization and without "
+            and (
+                not self.compares_samples or self.disable_rewards_normalization or self.custom_advantage_function_path
+            ),
+            "--baseline-over-trajectories has no effect, because no built-in estimator compares the rewards of a "
+            "group: omit it, or use an estimator such as grpo without --disable-rewards-normalization and without "
             "--custom-advantage-function-path",
         )
         yield (

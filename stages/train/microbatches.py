@@ -120,9 +120,7 @@ def count_sample_uses(batch: Batch, config: TrainConfig, order: Sequence[int]) -
     return uses
 
 
-def samples_of_steps(
-    trajectory_index: np.ndarray, config: TrainConfig, num_new: int | None = None
-) -> list[np.ndarray]:
+def samples_of_steps(trajectory_index: np.ndarray, config: TrainConfig, num_new: int | None = None) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step: blocks of --global-batch-size consecutive trajectories, or else
     --num-steps-per-rollout equal blocks. All samples of a trajectory are in the same step. Replayed trajectories are
     added to the blocks, in their order and as equally as possible.

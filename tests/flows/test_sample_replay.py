@@ -146,7 +146,9 @@ def test_run_with_replayed_groups_survives_a_kill_and_replays_bit_for_bit(
     assert all(step and step.state["sample_uses"] == [[1, 16]] for step in steps)
     out = penstock("verify", "r", "--store", store.root, env=prefect_api).stdout
     assert "samples were trained 88 times" in out and "no problems found" in out
-    assert "4 of 4 rounds are equal bit for bit" in penstock("replay", "r", "--store", store.root, env=prefect_api).stdout
+    assert (
+        "4 of 4 rounds are equal bit for bit" in penstock("replay", "r", "--store", store.root, env=prefect_api).stdout
+    )
 
 
 def wait_for(driver: subprocess.Popen, reached: Callable[[], bool]) -> None:
