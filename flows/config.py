@@ -141,7 +141,7 @@ class PostTrainConfig(StageConfig):
         yield (
             replay and replay.replay_share * groups < 1,
             f"--replay-share {replay and replay.replay_share} of --rollout-batch-size {groups} is less than one group: "
-            f"give at least {1 / groups:.3g}, or omit --replay-share",
+            "raise it, or omit --replay-share",
         )
         yield (
             replay and self.debug.load_debug_rollout_data,
