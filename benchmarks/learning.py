@@ -78,7 +78,7 @@ def main() -> int:
         sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, recipe)
         for estimator in options.estimators:
             evaluation = ["--eval-prompt-data", "heldout", data / "heldout.jsonl"]
-            arguments = [*estimator_options(estimator), *evaluation, *options.train_options]
+            arguments: list[str | Path] = [*estimator_options(estimator), *evaluation, *options.train_options]
             start = export_directory(options.directory, sft)
             run = train(
                 "train", f"{estimator}-seed{seed}", options.directory, start, data / "train.jsonl", seed, arguments
@@ -107,10 +107,8 @@ def estimator_options(estimator: str) -> list[str | Path]:
         sections = tomllib.loads(recipe_path("grpo").read_text()).values()
         given = {f"--{name.replace('_', '-')}": str(value) for section in sections for name, value in section.items()}
         omitted = OMITTED.get(estimator, "")
-        return [
-            *(word for flag in given if flag != omitted for word in (flag, given[flag].lower())),
-            *ALGORITHMS[estimator].split(),
-        ]
+        words = [word for flag in given if flag != omitted for word in (flag, given[flag].lower())]
+        return [*words, *ALGORITHMS[estimator].split()]
     recipes = dict.fromkeys([recipe_path("grpo"), recipe_path(estimator)])
     options = [word for recipe in recipes if recipe.exists() for word in ("--config", recipe)]
     return [*options, "--advantage-estimator", estimator]
