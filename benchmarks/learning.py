@@ -74,11 +74,11 @@ def main() -> int:
     rows = []
     for seed in options.seeds:
         model, data = make_model_and_data(options.directory / "inputs", seed)
-        recipe = ["--config", recipe_path("sft")]
+        recipe: list[str | Path] = ["--config", recipe_path("sft")]
         sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, recipe)
         for estimator in options.estimators:
             evaluation = ["--eval-prompt-data", "heldout", data / "heldout.jsonl"]
-            arguments: list[str | Path] = [*estimator_options(estimator), *evaluation, *options.train_options]
+            arguments = [*estimator_options(estimator), *evaluation, *options.train_options]
             start = export_directory(options.directory, sft)
             run = train(
                 "train", f"{estimator}-seed{seed}", options.directory, start, data / "train.jsonl", seed, arguments
