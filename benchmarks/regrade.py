@@ -8,7 +8,8 @@ them with the same Grader; it compares and writes nothing. `regrade` is the comm
 measured alternately, in seconds of wall time and of CPU time of the process and its grading processes; the ratios are
 those of the medians.
 `memory` is the peak resident memory of a process that runs the command, in bytes: for the first tenth of the rounds,
-and for all of them.
+and for all of them. `continued`: a process is killed with SIGKILL after half of the rounds, and the command is run
+again; whether the results are those of an uninterrupted command, and the seconds of both processes.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def main() -> None:
         ratios = {kind: round(figures["regrade"][kind] / figures["bare"][kind], 3) for kind in ("wall", "cpu")}
         last = -(-options.samples // ROUND) - 1
         memory = [peak_memory(store, keys, options.reward, f"0-{end}") for end in (last // 10, last)]
-    print(json.dumps({**vars(options), "seconds": figures, "regrade_to_bare": ratios, "memory": memory}, indent=1))
+        continued = kill_and_continue(store, keys, options.reward, last // 2)
+    result = {"seconds": figures, "regrade_to_bare": ratios, "memory": memory, "continued": continued}
+    print(json.dumps({**vars(options), **result}, indent=1))
 
 
 def make_run(store: Store, num_samples: int) -> RunKeys:
@@ -152,6 +155,30 @@ def peak_memory(store: Store, keys: RunKeys, reward: str, rounds: str) -> int:
     words = ["regrade", keys.run, "--rm-type", reward, "--rounds", rounds, "--store", str(store.root)]
     result = subprocess.run([sys.executable, "-c", MEMORY, *words], capture_output=True, text=True, check=True)
     return int(result.stderr.splitlines()[-1]) * 1024
+
+
+def kill_and_continue(store: Store, keys: RunKeys, reward: str, num_rounds: int) -> dict[str, object]:
+    """Compare the stored regrades, which are of a whole command, with those of a command that is killed after
+    `num_rounds` rounds and then run again."""
+
+    def results() -> dict[int, list[str]]:
+        commits = store.walk(f"{keys.prefix}/regrades")
+        records = [store.read_record(Commit, file.key) for file in commits if file.key.endswith(commit_key(""))]
+        return {record.index: [file.xxh3 for file in record.files] for record in records if record}
+
+    whole = results()
+    store.delete([file.key for file in store.walk(f"{keys.prefix}/regrades")])
+    words = ["regrade", keys.run, "--rm-type", reward, "--store", str(store.root)]
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.DEVNULL)
+    while len(results()) < num_rounds:
+        time.sleep(2)
+    process.kill()
+    process.wait()
+    killed, num_graded = time.perf_counter(), len(results())
+    subprocess.run([sys.executable, "-m", "penstock", *words], stdout=subprocess.DEVNULL, check=True)
+    seconds = [round(killed - start, 1), round(time.perf_counter() - killed, 1)]
+    return {"rounds_before": num_graded, "rounds": len(whole), "equal": results() == whole, "seconds": seconds}
 
 
 if __name__ == "__main__":

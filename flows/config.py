@@ -124,6 +124,17 @@ class PostTrainConfig(StageConfig):
             f"--keep-best {run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
             "kept): add --keep-checkpoints N",
         )
+        replay, groups = self.train.replay, self.rollout.rollout_batch_size
+        yield (
+            replay and replay.replay_share * groups < 1,
+            f"--replay-share {replay and replay.replay_share} of --rollout-batch-size {groups} is less than one group: "
+            "raise it, or omit --replay-share",
+        )
+        yield (
+            replay and self.debug.load_debug_rollout_data,
+            "--replay-share needs the policy version that generated each sample, which the files of "
+            "--load-debug-rollout-data do not tell: omit one of the two options",
+        )
         engines, ranks = self.rollout.rollout_num_gpus, self.train.num_ranks
         yield (
             run.colocate and engines not in (None, ranks),

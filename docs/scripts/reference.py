@@ -48,6 +48,7 @@ SECTION_TITLES = {
     "train.opd.hinted": "Distillation from the policy with hints",
     "train.opd.engine": "Distillation from a teacher in an engine of the run",
     "train.opsm": "Sequence masking",
+    "train.replay": "Replayed samples",
     "train.megatron": "Options of Megatron-core",
     "eval": "Evaluation and promotion",
     "debug": "Debugging and profiling",

@@ -269,7 +269,11 @@ TOLERANCE = 1e-6  # of the difference between a recomputed number and the traine
 STEPS = (  # title; name of the value in `texts_of`; options that decide it
     ("reward", "reward", "rm_type custom_rm_path reward_key"),
     ("rewards of its group", "group", ""),
-    ("mean (baseline), of the others; std", "baseline", "disable_rewards_normalization disable_grpo_std_normalization"),
+    (
+        "mean (baseline), of the others; std",
+        "baseline",
+        "disable_rewards_normalization disable_grpo_std_normalization baseline_over_trajectories",
+    ),
     ("KL penalty", "kl_penalty", "kl_coef kl_loss_type"),
     ("advantage by the estimator", "estimated", "advantage_estimator gamma lambd custom_advantage_function_path"),
     ("after distillation", "distilled", "opd_kl_coef"),
@@ -343,13 +347,19 @@ def load_round(store: Store, keys: RunKeys, rollout_id: int) -> StoredRound:
 
 def texts_of(stored: StoredRound, result: Recomputed, index: int) -> dict[str, str]:
     """Return the values of STEPS for sample `index`: name -> text."""
+    from penstock.stages.train.algorithms.estimators import trajectory_rewards  # imports torch, like recompute.py
+
     experience, trajectories = result.experience, stored.batch.trajectory_index
     mine = experience.sample_index == index
     texts = {name: describe(values[mine]) for name, values in result.values.items()}
     rewards = experience.rewards[experience.group_index == experience.group_index[index]]
     reward, graded = experience.rewards[index], rewards[~rewards.isnan()]
+    texts["reward"] = describe(reward)
+    if stored.config.baseline_over_trajectories and experience.trajectory_index is not None:
+        means, first = trajectory_rewards(experience.rewards, experience.trajectory_index)
+        reward, graded = means[index], means[first][experience.group_index[first] == experience.group_index[index]]
     others, spread = (graded.sum() - reward) / (len(graded) - 1), graded.std(correction=min(1, len(graded) - 1))
-    texts |= {"reward": describe(reward), "group": ", ".join(f"{value:.6g}" for value in rewards.tolist())}
+    texts |= {"group": ", ".join(f"{value:.6g}" for value in rewards.tolist())}
     texts["baseline"] = f"{graded.mean():.6g}, {others:.6g}; {spread:.6g}"
     if mine.any():
         step, of_tokens = int(result.values["step"][mine][0]), trajectories[experience.sample_index]

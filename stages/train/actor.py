@@ -242,20 +242,26 @@ class TrainActor:
             elif self.models.average is None:
                 self.models.average = self.models.policy.average_weights(None, config.hinted.opd_self_ema)
 
-    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
+    def train(
+        self, rollout: Commit, version: int, attempt: str | None = None, earlier: Sequence[Commit] = ()
+    ) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes
-        what is stored of every trained token (`token_columns`) under the store's key `attempt`, if it is given."""
+        what is stored of every trained token (`token_columns`) under the store's key `attempt`, if it is given.
+        `earlier`: rollouts from which groups are replayed (--replay-share)."""
+        import numpy as np
+
         from penstock.stages.train.batching import spread
         from penstock.stages.train.step import train_rollout
-        from penstock.storage.samples.shards import encode_runs, read_table, write_trained_tokens
+        from penstock.storage.samples.shards import encode_runs, read_with_replayed, write_trained_tokens
 
         assert self._state.clean and self._state.version == version, (
             f"asked to train policy {version}, but this rank holds {self._state}"
         )
         config, seconds = self.spec.config, {}
         start = time.perf_counter()
-        table = read_table(self.store, rollout)
-        batch = self._batch_of(table, [rollout])
+        table, replayed = read_with_replayed(self.store, rollout, earlier, config.model_dump(mode="json"))
+        num_new = len(table) - sum(size for _, size in replayed)
+        batch = replace(self._batch_of(table, [rollout, *earlier]), num_new=num_new if replayed else None)
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
         trace = partial(self.diagnostics.traced, rollout_id=version)
@@ -283,16 +289,23 @@ class TrainActor:
         if attempt is not None and "trainer_logprobs" in trained.tokens and self.rank == 0:
             start = time.perf_counter()
             columns = {name: spread(values, trained.batch, batch).numpy() for name, values in trained.tokens.items()}
+            num_tokens = batch.num_trained_tokens[:num_new]  # replayed samples have theirs in their own round
+            columns = {name: values[: num_tokens.sum()] for name, values in columns.items()}
             with self.store.writing(attempt) as out:
-                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, columns)
+                write_trained_tokens(out.path, table["sample_id"][:num_new], num_tokens, columns)
             files, seconds["write"] = out.files, time.perf_counter() - start
+        ends = np.cumsum([num_new, *(size for _, size in replayed)])[:-1]
         return TrainResult(
             metrics=trained.metrics,
             steps=trained.steps,
             seconds=seconds,
             digest=digest,
             fingerprint=self.fingerprint() | fingerprint_of_images(rollout),
-            sample_uses=encode_runs(trained.sample_uses),
+            sample_uses=encode_runs(trained.sample_uses[:num_new]),
+            replayed=[
+                (group.rollout_id, group.group_id, encode_runs(uses))
+                for (group, _), uses in zip(replayed, np.split(trained.sample_uses, ends)[1:], strict=True)
+            ],
             files=files,
             notes=self.diagnostics.take_notes(),
         )

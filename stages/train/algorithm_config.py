@@ -175,6 +175,10 @@ class AlgorithmConfig(StageConfig):
     disable_grpo_std_normalization: bool = option(False)
     """Do not divide advantages by the standard deviation of their group (Dr. GRPO)."""
 
+    baseline_over_trajectories: bool = option(False)
+    """Compare trajectories within a group instead of samples: the reward of a trajectory is the mean reward of its
+    samples, which all get its advantage. Without it, a trajectory counts once for each of its samples."""
+
     normalize_advantages: bool = option(False)
     """Whiten advantages (mean 0, variance 1) over all trained tokens of the rollout."""
 
@@ -434,6 +438,15 @@ class AlgorithmConfig(StageConfig):
             name == "gdpo" and self.disable_rewards_normalization,
             "--disable-rewards-normalization contradicts --advantage-estimator gdpo, which normalizes every reward "
             "component within its group: omit --disable-rewards-normalization, or use --advantage-estimator grpo",
+        )
+        yield (
+            self.baseline_over_trajectories
+            and (
+                not self.compares_samples or self.disable_rewards_normalization or self.custom_advantage_function_path
+            ),
+            "--baseline-over-trajectories has no effect, because no built-in estimator compares the rewards of a "
+            "group: omit it, or use an estimator such as grpo without --disable-rewards-normalization and without "
+            "--custom-advantage-function-path",
         )
         yield (
             self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss",

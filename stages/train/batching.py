@@ -49,6 +49,7 @@ class Batch:
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
     rollout_id: int = 0  # number of the round
+    num_new: int | None = None  # samples of the round itself; those after them are replayed; None: all are new
     reward_components: dict[str, np.ndarray] = field(default_factory=dict)  # [B] float64 each, NaN = not recorded
     train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards` if a user-defined function set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout

@@ -34,7 +34,7 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
     rank, size = engine.data_parallel_rank_and_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
     steps: Steps = []
-    for rows in samples_of_steps(batch.trajectory_index, config):
+    for rows in samples_of_steps(batch.trajectory_index, config, batch.num_new):
         rows = rows[batch.num_trained_tokens[rows] > 0]  # samples without trained tokens do not contribute
         longest = batch.lengths if batch.hinted is None else np.maximum(batch.lengths, batch.hinted.lengths)
         lengths = longest[rows].tolist()
@@ -84,7 +84,7 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     units = torch.from_numpy(batch.group_index)[samples] if config.calculate_per_prompt_loss else trajectories
     weights = torch.zeros(len(samples), dtype=torch.float64)
     scale = torch.ones_like(weights)
-    steps = samples_of_steps(batch.trajectory_index, config)
+    steps = samples_of_steps(batch.trajectory_index, config, batch.num_new)
     for rows in steps:
         is_in_step = np.isin(np.arange(len(batch.lengths)), rows)
         tokens = torch.from_numpy(np.flatnonzero(is_in_step[batch.sample_index]))
@@ -114,17 +114,23 @@ def order_steps(num_steps: int, config: TrainConfig, rollout_id: int) -> list[in
 def count_sample_uses(batch: Batch, config: TrainConfig, order: Sequence[int]) -> np.ndarray:  # [B]
     """Return in how many optimizer steps of a round each sample was trained, if the steps trained on the batches
     `order`."""
-    steps, uses = samples_of_steps(batch.trajectory_index, config), np.zeros(len(batch.lengths), np.int64)
+    steps, uses = samples_of_steps(batch.trajectory_index, config, batch.num_new), np.zeros(len(batch.lengths), int)
     for step in order:
         uses[steps[step]] += batch.num_trained_tokens[steps[step]] > 0
     return uses
 
 
-def samples_of_steps(trajectory_index: np.ndarray, config: TrainConfig) -> list[np.ndarray]:
+def samples_of_steps(trajectory_index: np.ndarray, config: TrainConfig, num_new: int | None = None) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step: blocks of --global-batch-size consecutive trajectories, or else
-    --num-steps-per-rollout equal blocks. All samples of a trajectory are in the same step. `trajectory_index` [B] is
-    the number of each sample's trajectory, in order of appearance."""
-    num_trajectories = int(trajectory_index.max(initial=-1)) + 1
+    --num-steps-per-rollout equal blocks. All samples of a trajectory are in the same step. Replayed trajectories are
+    added to the blocks, in their order and as equally as possible.
+
+    Args:
+        trajectory_index: [B] number of each sample's trajectory, in order of appearance.
+        config: options of the batches.
+        num_new: number of samples of the round itself, before those that are replayed; None: all.
+    """
+    num_trajectories = int(trajectory_index[:num_new].max(initial=-1)) + 1
     size, num_steps = config.global_batch_size, config.num_steps_per_rollout or 1
     flag, divisor = ("--num-steps-per-rollout", num_steps) if size is None else ("--global-batch-size", size)
     if num_trajectories == 0 or num_trajectories % divisor:
@@ -132,7 +138,10 @@ def samples_of_steps(trajectory_index: np.ndarray, config: TrainConfig) -> list[
             f"{flag} {divisor} does not divide the {num_trajectories} trajectories of the rollout: choose a divisor of "
             "--rollout-batch-size x --n-samples-per-prompt"
         )
-    step_of_row = trajectory_index // (size or num_trajectories // num_steps)
+    step_of_trajectory = np.arange(num_trajectories) // (size or num_trajectories // num_steps)
+    num_replayed = int(trajectory_index.max()) + 1 - num_trajectories
+    replayed_to = np.arange(num_replayed) * (step_of_trajectory[-1] + 1) // max(num_replayed, 1)
+    step_of_row = np.concatenate([step_of_trajectory, replayed_to])[trajectory_index]
     return [np.flatnonzero(step_of_row == step) for step in range(int(step_of_row.max()) + 1)]
 
 

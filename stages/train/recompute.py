@@ -126,6 +126,8 @@ def recompute(stored: StoredRound) -> Recomputed:
 def _problems(stored: StoredRound, values: Mapping[str, Tensor], of_loss: bool, num_steps: int) -> Iterator[str]:
     """Yield what prevents that the loss of a round, or its advantages, are recomputed."""
     config = stored.config
+    if config.replay is not None:
+        yield "the round may also have trained on samples of earlier rounds (--replay-share)"
     if of_loss and (path := config.rollout_data_postprocess_path):
         yield f"--rollout-data-postprocess-path {path} has changed the data, and the changed data are not stored"
     if of_loss and config.ppo_epochs > 1:

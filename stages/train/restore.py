@@ -97,7 +97,7 @@ class PolicyRestorer:
                 number = f"{rollout_id - current + 1} of {version - current}"
                 self.on_progress(f"replaying training of rollout {rollout_id} ({number})")
                 committed = self._read_commit(self.keys.step_prefix(rollout_id))
-                trained = self.group.train(self._read_commit(self.keys.rollout_prefix(rollout_id)), rollout_id)
+                trained = self._train(rollout_id)
                 _check_agreement(committed, trained, self.keys.step_prefix(rollout_id))
 
     def load_checkpoint(self, version: int) -> None:
@@ -145,7 +145,7 @@ class PolicyRestorer:
             self.restore(rollout_id)
             rollout = self._read_commit(self.keys.rollout_prefix(rollout_id))
             restored = time.perf_counter()
-            trained = self.group.train(rollout, rollout_id, attempt)
+            trained = self._train(rollout_id, attempt)
         for note in trained.notes:
             self.on_progress(note)
         train_time = time.perf_counter() - restored
@@ -156,7 +156,8 @@ class PolicyRestorer:
             policy_version=rollout_id + 1,
             attempt=attempt if trained.files else None,
             files=trained.files,
-            inputs={"rollout": commit_key(self.keys.rollout_prefix(rollout_id))},
+            inputs={"rollout": commit_key(self.keys.rollout_prefix(rollout_id))}
+            | {f"replayed/{r}": commit_key(self.keys.rollout_prefix(r)) for r, *_ in trained.replayed},
             seconds={
                 "restore": restored - start,
                 **trained.seconds,
@@ -172,6 +173,7 @@ class PolicyRestorer:
                 "fingerprint": trained.fingerprint,
                 "steps": trained.steps,
                 "sample_uses": trained.sample_uses,
+                **({"replayed": trained.replayed} if self.group.spec.config.replay else {}),
             },
             **self.provenance,
         )
@@ -236,7 +238,7 @@ class PolicyRestorer:
         """Train a committed round again, starting from the policy that the ranks hold, and compare weights and metrics
         with the round's commit. Writes nothing to the store."""
         committed = self._read_commit(self.keys.step_prefix(rollout_id))
-        trained = self.group.train(self._read_commit(self.keys.rollout_prefix(rollout_id)), rollout_id)
+        trained = self._train(rollout_id)
         why = _describe_hash_difference(committed.state["digest"], trained.digest)
         why = why or _describe_metric_difference(committed.summary, trained.metrics)
         is_exact = _has_same_numerics(committed, trained.fingerprint)
@@ -283,6 +285,13 @@ class PolicyRestorer:
             if not (name == "reference" and config.lora and key == base_key):
                 models[name] = self._read_model(key)
         return models
+
+    def _train(self, rollout_id: int, attempt: str | None = None) -> TrainResult:
+        """Train a committed rollout, and groups of the rollouts before it that are new enough (--replay-share)."""
+        replay = self.group.spec.config.replay
+        first = max(0, rollout_id - replay.replay_max_staleness) if replay else rollout_id
+        rounds = [self._read_commit(self.keys.rollout_prefix(r)) for r in range(first, rollout_id + 1)]
+        return self.group.train(rounds[-1], rollout_id, attempt, rounds[:-1])
 
     def _read_commit(self, prefix: str) -> Commit:
         commit = self.store.committed(prefix)

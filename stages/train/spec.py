@@ -102,6 +102,8 @@ class TrainResult(BaseModel):
     digest: dict[str, str]  # parameter shard -> hash of its bits
     fingerprint: dict[str, Any]  # hardware, libraries, layout and options: with weights and data they fix every bit
     sample_uses: list[tuple[int, int]] = []  # (optimizer steps that a sample was trained in, samples in a row), ...
+    # (round, group, the same of its samples) of each replayed group (--replay-share)
+    replayed: list[tuple[int, str, list[tuple[int, int]]]] = []
     files: list[FileRecord] = []  # written by rank 0: what it stores of every trained token
     notes: list[str] = []  # files that the rank's diagnostics have written
 

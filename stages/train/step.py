@@ -47,6 +47,7 @@ from penstock.stages.train.microbatches import (
     order_steps,
     plan_steps,
 )
+from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 
 Metrics = dict[str, float]
@@ -218,7 +219,22 @@ def gather_experience(
         with clock("old_logprobs"):
             routing = "record" if config.use_routing_replay else choose_update_routing(config, len(steps))
             experience.old_logprobs = compute_logprobs(routing=routing)
+    if batch.num_new is not None and experience.old_logprobs is not None:
+        experience.old_logprobs = _with_stored_logprobs(batch, experience)
     return experience
+
+
+def _with_stored_logprobs(batch: Batch, experience: Experience) -> Tensor:  # [N]
+    """Return the old log-probs, which for replayed samples are those of the engine at sampling. Raises RunError if the
+    samples have none."""
+    assert experience.old_logprobs is not None and batch.num_new is not None
+    is_replayed, sampled = experience.sample_index >= batch.num_new, experience.rollout_logprobs
+    if is_replayed.any() and not sampled[is_replayed].any():
+        raise RunError(
+            "the stored samples that --replay-share replays have no log-probs of the policy that generated them: fork "
+            "the run without --replay-share, or return log-probs from the user-defined rollout"
+        )
+    return torch.where(is_replayed, sampled, experience.old_logprobs)
 
 
 def stored_experience(batch: Batch) -> Experience:
@@ -230,6 +246,7 @@ def stored_experience(batch: Batch) -> Experience:
         reward_components={name: torch.from_numpy(values) for name, values in batch.reward_components.items()},
         normalize_rewards=batch.train_rewards is None,
         group_index=torch.from_numpy(batch.group_index),
+        trajectory_index=torch.from_numpy(batch.trajectory_index),
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[positions]).double(),
         teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[positions]).double(),
     )
@@ -238,11 +255,11 @@ def stored_experience(batch: Batch) -> Experience:
 def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
     """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step and
     one epoch they equal the log-probs of the training pass, so the separate pass is needed only if the advantages
-    depend on them. `num_steps`: optimizer steps per epoch."""
+    depend on them, or if replayed samples have others. `num_steps`: optimizer steps per epoch."""
     functions = (config.custom_advantage_function_path, config.rollout_data_postprocess_path)
     subtracts_log_ratio = config.opd is not None and not config.distills_vocabulary
-    needed_by_advantages = config.kl_coef > 0 or subtracts_log_ratio or any(functions)
-    return config.loss_type != "sft_loss" and (num_steps * config.ppo_epochs > 1 or needed_by_advantages)
+    needed = config.kl_coef > 0 or subtracts_log_ratio or any(functions) or config.replay is not None
+    return config.loss_type != "sft_loss" and (num_steps * config.ppo_epochs > 1 or needed)
 
 
 def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None:

@@ -215,10 +215,13 @@ class TrainerGroup:
         """Load policy `version` on all ranks from the files of the given commits; see `TrainActor.load`."""
         self._call("load", version, base, checkpoint, auxiliary)
 
-    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
-        """Train policy `version` on one committed rollout, which gives policy `version + 1`. If `attempt` is given, the
-        log-prob and advantage of every trained token are written under this key of the store."""
-        results = self._call("train", rollout, version, attempt)
+    def train(
+        self, rollout: Commit, version: int, attempt: str | None = None, earlier: Sequence[Commit] = ()
+    ) -> TrainResult:
+        """Train policy `version` on one committed rollout, and on groups of `earlier` ones (--replay-share), which
+        gives policy `version + 1`. If `attempt` is given, the log-prob and advantage of every trained token are written
+        under this key of the store."""
+        results = self._call("train", rollout, version, attempt, earlier)
         return results[0].model_copy(update={"digest": _merge_digests([result.digest for result in results])})
 
     def objective_of_samples(

@@ -267,6 +267,7 @@ class _RunAudit:
         parent = run_record.parent if run_record else None
         prompts = PromptAudit(set(parent.restarts if parent else ()))
         ids: list[np.ndarray] = []
+        earlier: dict[int, ServedRound] = {}
         for prefix, round in zip(prefixes, rounds, strict=True):
             commit = commits_by_prefix[prefix]
             if commit.kind == "eval":
@@ -281,22 +282,33 @@ class _RunAudit:
                     f"{commit_key(prefix)} has files of the run itself, but a fork with --reuse-rollouts trains round "
                     f"{commit.index} on the samples of {parent.run}: restore the record from a backup"
                 )
-            self.check_sample_uses(run_record, commits_by_prefix.get(self.keys.step_prefix(commit.index)), round)
+            self.check_sample_uses(
+                run_record, commits_by_prefix.get(self.keys.step_prefix(commit.index)), round, earlier
+            )
+            earlier[commit.index] = round
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
         if repeated := len(hashed) - len(np.unique(hashed)):
             self.add_problem(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
 
-    def check_sample_uses(self, run_record: RunRecord | None, step: Commit | None, round: ServedRound) -> None:
-        """Check how often the commit of a round's step says that each sample was trained."""
+    def check_sample_uses(
+        self, run_record: RunRecord | None, step: Commit | None, round: ServedRound, earlier: dict[int, ServedRound]
+    ) -> None:
+        """Check how often the commit of a round's step says that each sample was trained, also those that were replayed
+        from `earlier` rounds."""
         train = run_record.config_of_round(step.index).get("train", {}) if run_record and step else {}
         if step is None or "ppo_epochs" not in train or round.problems:
             return
         key = commit_key(self.keys.step_prefix(step.index))
-        problems = describe_use_problems(key, step, round, train)
+        oldest = step.index - train["replay"]["replay_max_staleness"] if train.get("replay") else step.index
+        stored = {index: served for index, served in earlier.items() if index >= oldest}
+        if any(served.problems for served in stored.values()):
+            return
+        problems = describe_use_problems(key, step, round, train, stored)
         self.result.problems += problems
         if not problems:
-            self.result.num_sample_uses += sum(use * number for use, number in step.state["sample_uses"])
+            runs = [step.state["sample_uses"], *(runs for *_, runs in step.state.get("replayed", []))]
+            self.result.num_sample_uses += sum(use * number for of_group in runs for use, number in of_group)
 
     def count_orphaned_files(self) -> None:
         """Count the run's files that no commit and no live process needs, and their bytes."""

@@ -11,8 +11,8 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import xxhash
 from penstock.storage.commit import BUFFER, TRAINED, Commit, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.samples.sample import Status, check_schema
-from penstock.storage.samples.shards import trained_mask
+from penstock.storage.samples.shards import StoredGroup, choose_replayed, trained_mask
 from penstock.storage.store import Store
 
 _BATCH = 4096  # samples per read
@@ -58,6 +58,15 @@ class ServedRound:
         default_factory=lambda: np.empty(0, bool)
     )  # [samples] whether a token can be trained
     is_graded: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # [samples] whether there is a reward
+    issues: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [samples] number of the prompt
+    oldest_versions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [samples] of the first token
+
+    def stored_groups(self, rollout_id: int) -> list[StoredGroup]:
+        """Return the groups of the round as `choose_replayed` gets them, in the order of their first samples."""
+        oldest: dict[int, int] = {}
+        for issue, version in zip(self.issues.tolist(), self.oldest_versions.tolist()):
+            oldest[issue] = min(version, oldest.get(issue, version))
+        return [StoredGroup(rollout_id, f"{issue:09d}", version) for issue, version in oldest.items()]
 
 
 def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
@@ -71,6 +80,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
     images: dict[str, str] = {}  # digest -> id of a sample that refers to it
     rewards: list[float | None] = []
     has_tokens: list[bool] = []
+    issues: list[tuple[int, int]] = []  # of each sample, with its oldest policy version
     statuses: Counter[str] = Counter()
     group_prefix = f"eval-{commit.index:06d}-{re.escape(prefix.split('/')[-1])}-" if commit.kind == "eval" else ""
     issue_number = re.compile(group_prefix + r"(\d{9,})")
@@ -97,6 +107,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                         f"{commit.policy_version}"
                     )
                 siblings[issue].add(row["trajectory_id"])
+                issues.append((issue, row["policy_versions"][0]))
                 if served.setdefault(issue, _prompt_origin(metadata)) != _prompt_origin(metadata):
                     problems.append(f"{prefix}: the samples of group {row['group_id']} have different prompts")
             for row in _read_rows(directory, commit, BUFFER):
@@ -119,9 +130,8 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
     hashes = np.array([xxhash.xxh3_64_intdigest(sample_id.encode()) for sample_id in ids], dtype=np.uint64)
     dropped = {int(group["group_id"]): _prompt_origin(group) for group in commit.state.get("dropped", [])}
     is_graded = np.array([reward is not None and not math.isnan(reward) for reward in rewards], bool)
-    return ServedRound(
-        problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped, np.array(has_tokens, bool), is_graded
-    )
+    flags, numbers = (np.array(has_tokens, bool), is_graded), np.array(issues, np.int64).reshape(-1, 2).T
+    return ServedRound(problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped, *flags, *numbers)
 
 
 def _read_rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
@@ -191,27 +201,56 @@ def describe_summary_problems(
     ]
 
 
-def describe_use_problems(key: str, step: Commit, round: ServedRound, train: dict[str, Any]) -> list[str]:
-    """Check how often the commit of a step (at `key`) says that each sample of its round was trained. Return the
-    problem.
+def describe_use_problems(
+    key: str, step: Commit, round: ServedRound, train: dict[str, Any], earlier: Mapping[int, ServedRound]
+) -> list[str]:
+    """Check how often the commit of a step (at `key`) says that each sample of its round, and of the groups that were
+    replayed from `earlier` rounds, was trained. Return the problem.
 
     Every sample with a token to train on and, unless the loss is that of demonstrations, with a reward must be trained
     once per epoch of --ppo-epochs. A user-defined function may mask samples. `train`: the recorded options of the
-    trainer.
+    trainer. The replayed groups must be those that --replay-share chooses.
     """
     try:
-        values, numbers = np.array(step.state["sample_uses"], np.int64).reshape(-1, 2).T
-    except (KeyError, TypeError, ValueError, OverflowError):
+        recorded = {(rollout, group): uses for rollout, group, uses in step.state.get("replayed", [])}
+    except (TypeError, ValueError):
+        return [f"{key} does not say how often each replayed sample was trained (`state.replayed`)"]
+    chosen: list[StoredGroup] = []
+    if train.get("replay"):
+        groups = [group for index, stored in sorted(earlier.items()) for group in stored.stored_groups(index)]
+        chosen = choose_replayed(groups, len(round.served), train, step.index)
+    if wrong := recorded.keys() ^ {(group.rollout_id, group.group_id) for group in chosen}:
+        has, (index, group_id) = "lacks" if min(wrong) not in recorded else "has", min(wrong)
+        return [
+            f"{key} {has} group {group_id} of round {index} among the replayed groups; it must have the "
+            f"{len(chosen)} groups that --replay-share chooses"
+        ]
+    for group in chosen:
+        stored = earlier[group.rollout_id]
+        rows = stored.issues == int(group.group_id)
+        part = replace(stored, has_tokens=stored.has_tokens[rows], is_graded=stored.is_graded[rows])
+        uses = recorded[group.rollout_id, group.group_id]
+        where = f"its replayed group {group.group_id} of round {group.rollout_id}"
+        if problems := _describe_wrong_uses(key, uses, part, train, where):
+            return problems
+    return _describe_wrong_uses(key, step.state.get("sample_uses"), round, train, "its rollout")
+
+
+def _describe_wrong_uses(key: str, runs: Any, round: ServedRound, train: dict[str, Any], where: str) -> list[str]:
+    """Compare how often samples were trained, as `encode_runs` encodes it, with how often they must be."""
+    try:
+        values, numbers = np.array(runs, np.int64).reshape(-1, 2).T
+    except (TypeError, ValueError, OverflowError):
         return [f"{key} does not say how often each sample was trained (`state.sample_uses`)"]
     if (numbers < 1).any() or numbers.sum() != len(round.has_tokens):
-        return [f"{key} says how often {numbers.sum()} samples were trained; its rollout has {len(round.has_tokens)}"]
+        return [f"{key} says how often {numbers.sum()} samples were trained; {where} has {len(round.has_tokens)}"]
     uses = np.repeat(values, numbers)
     needed = train["ppo_epochs"] * (round.has_tokens & (round.is_graded | (train["loss_type"] == "sft_loss")))
     wrong = uses != needed
     if train["rollout_data_postprocess_path"] is not None:
         wrong &= uses != 0
     return [
-        f"{key} says that sample {row} of its rollout was trained {uses[row]} times; it must be {needed[row]} times"
+        f"{key} says that sample {row} of {where} was trained {uses[row]} times; it must be {needed[row]} times"
         for row in np.flatnonzero(wrong)[:1]
     ]
 

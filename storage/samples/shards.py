@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 
 from penstock.storage.commit import TRAINED, Commit
 from penstock.storage.samples.sample import Sample, check_schema, from_table, to_table
@@ -33,16 +35,17 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = TRAINED
         pq.write_table(table, path, compression="zstd", use_dictionary=_REPEATED, column_encoding=_SPLIT)
 
 
-def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
+def read_table(store: Store, commit: Commit, name: str = TRAINED, columns: list[str] | None = None) -> pa.Table:
     """Return the samples of a commit as one Arrow table with SCHEMA's columns, and the TEACHER_COLUMNS that they have,
-    in the order in which they were written. `name` is TRAINED or BUFFER. Sizes and hashes of the shards are verified.
-    Other files in the directory, which the commit does not list, are not read."""
+    in the order in which they were written. `name` is TRAINED or BUFFER; `columns`: only these. Sizes and hashes of the
+    shards are verified. Other files in the directory, which the commit does not list, are not read."""
     shards = [Path(shard.path).relative_to(commit.attempt or "") for shard in commit.shards(name)]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
-        tables = [pq.ParquetFile(directory / path).read() for path in shards]
-    for table in tables:
-        check_schema(table.schema)
+        files = [pq.ParquetFile(directory / path) for path in shards]
+        for file in files:
+            check_schema(file.schema_arrow)
+        tables = [file.read(columns) for file in files]
     return pa.concat_tables(tables, promote_options="default")  # only shards with samples of a teacher have its columns
 
 
@@ -75,6 +78,56 @@ def trained_mask(table: pa.Table | pa.RecordBatch, *, needs_rewards: bool) -> tu
 def encode_runs(values: Iterable[int]) -> list[tuple[int, int]]:
     """Encode equal values in a row as (value, number of times)."""
     return [(int(value), len(list(same))) for value, same in groupby(values)]
+
+
+# ---- replayed groups -------------------------------------------------------------------------------------------------
+
+
+class StoredGroup(NamedTuple):
+    """A group of samples that is stored of a round."""
+
+    rollout_id: int
+    group_id: str
+    oldest_version: int  # policy version that generated its oldest token
+
+
+def choose_replayed(
+    stored: Iterable[StoredGroup], num_new: int, train: Mapping[str, Any], rollout_id: int
+) -> list[StoredGroup]:
+    """Return the stored groups that a round with `num_new` new groups also trains on (--replay-share), in the order of
+    `stored`: those with the lowest hashes of seed, round and group among the groups that are new enough. So the choice
+    is random, but the same at every replay and in every audit. `train`: the options of the trainer."""
+    replay = train["replay"]
+    allowed = [group for group in stored if rollout_id - group.oldest_version <= replay["replay_max_staleness"]]
+
+    def order(group: StoredGroup) -> int:
+        return xxhash.xxh3_64_intdigest(f"{train['seed']} {rollout_id} {group.group_id}".encode())
+
+    number = int(replay["replay_share"] * num_new + 1e-9)  # 0.29 x 100 is 28.999999999999996
+    chosen = set(sorted(allowed, key=order)[:number])
+    return [group for group in allowed if group in chosen]
+
+
+def read_with_replayed(
+    store: Store, rollout: Commit, earlier: Iterable[Commit], train: Mapping[str, Any]
+) -> tuple[pa.Table, list[tuple[StoredGroup, int]]]:
+    """Return the samples of a rollout, followed by those of the groups of `earlier` rollouts that are replayed with it,
+    and these groups in the same order, each with its number of samples."""
+    tables, stored = [read_table(store, rollout)], list[StoredGroup]()
+    by_index = {commit.index: commit for commit in earlier}
+    for index, commit in by_index.items():
+        columns = read_table(store, commit, columns=["group_id", "policy_versions"]).to_pydict()
+        oldest: dict[str, int] = {}
+        for group_id, (version, _) in zip(columns["group_id"], columns["policy_versions"]):
+            oldest[group_id] = min(version, oldest.get(group_id, version))
+        stored += [StoredGroup(index, group_id, version) for group_id, version in oldest.items()]
+    num_new = pc.count_distinct(tables[0]["group_id"]).as_py()
+    chosen = choose_replayed(stored, num_new, train, rollout.index) if stored else []
+    for index, groups in groupby(chosen, lambda group: group.rollout_id):
+        table = read_table(store, by_index[index])
+        tables += [table.filter(pc.equal(table["group_id"], group.group_id)) for group in groups]
+    sizes = [(group, len(table)) for group, table in zip(chosen, tables[1:], strict=True)]
+    return pa.concat_tables(tables, promote_options="default"), sizes
 
 
 # ---- regraded rounds -------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class ScriptedModel:
 class ScriptedActor(TrainActor):
     """A rank whose calls run in the test's process; the work on the models is only recorded."""
 
-    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
+    def train(self, rollout: Commit, version: int, attempt: str | None = None, earlier: object = ()) -> TrainResult:
         self._record("train")
         self._state = self._state.model_copy(update={"version": version + 1})
         return TrainResult(metrics={}, steps=[], seconds={}, digest={}, fingerprint=self.fingerprint())

@@ -58,6 +58,7 @@ def _rollout_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tens
         sample_index=torch.from_numpy(batch.sample_index),
         rewards=torch.from_numpy(batch.rewards),
         group_index=torch.from_numpy(batch.group_index),
+        trajectory_index=torch.from_numpy(batch.trajectory_index),
         reward_components={
             name: torch.from_numpy(batch.rewards**power) for power, name in enumerate(config.gdpo_reward_weights, 1)
         },

@@ -160,6 +160,42 @@ def test_equal_rewards_and_single_samples_give_exactly_zero(name: str) -> None:
     assert estimate_advantages(ungraded, opts).advantages.shape == (0,)
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "reinforce_plus_plus_baseline"])
+def test_a_baseline_over_trajectories_is_that_of_one_sample_per_trajectory(name: str) -> None:
+    """Trajectories of one to three samples, with unequal rewards and some that are not graded, against a plain loop."""
+    opts = options(advantage_estimator=name, baseline_over_trajectories=True)
+    for seed in range(4):
+        samples, rng = ragged(seed, lowest=0.5 if name == "maxrl" else -2.5), random.Random(seed)
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, sample in enumerate(samples):
+            members.setdefault((sample.group, rng.randrange(3)), []).append(i)
+        whole = []
+        for (group, _), rows in members.items():
+            graded = [samples[i] for i in rows if not math.isnan(samples[i].reward)] or [samples[rows[0]]]
+            whole.append(Sample(group, statistics.fmean(s.reward for s in graded), samples[rows[0]].fields))
+        of_trajectory = dict(zip(members, naive_rewards(whole, opts), strict=True))
+        of_sample = {i: of_trajectory[key] for key, own in members.items() for i in own}
+        rollout = experience(samples)
+        numbers = {i: number for number, rows in enumerate(members.values()) for i in rows}
+        rollout.trajectory_index = torch.tensor([numbers[i] for i in range(len(samples))])
+        found = estimate_advantages(rollout, opts).advantages
+        rows = [i for i, sample in enumerate(samples) for _ in range(sample.length)]
+        expected = torch.tensor([of_sample[i] for i in rows], dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        rollout.trajectory_index = torch.arange(len(samples))
+        samplewise = estimate_advantages(experience(samples), options(advantage_estimator=name))
+        assert torch.equal(estimate_advantages(rollout, opts).advantages, samplewise.advantages)
+        assert not torch.equal(found, samplewise.advantages)
+
+
+def test_trajectories_with_equal_rewards_get_exactly_zero() -> None:
+    samples = [Sample(0, 0.9, {field: [0.5] for field in FIELDS}) for _ in range(7)]
+    rollout = experience(samples)
+    rollout.trajectory_index = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+    opts = options(baseline_over_trajectories=True)
+    assert not estimate_advantages(rollout, opts).advantages.any()
+
+
 def test_maxrl_refuses_negative_rewards_and_weights_rare_successes_most() -> None:
     with pytest.raises(RunError, match=r"the reward -2.5, but --advantage-estimator maxrl"):
         estimate_advantages(experience(ragged(0)), options(advantage_estimator="maxrl"))

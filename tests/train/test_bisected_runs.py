@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ from penstock.stages.train.step import Clock, prepare_round
 from penstock.storage.commit import Commit
 from penstock.storage.samples.shards import read_table
 
-BOUND, SEEDS = 0.85, 20
+BOUND, NUM_RUNS = 0.85, 20
+# The parameters of the runs (bisected_runs.py) were chosen with seeds below 100. These seeds were not used for that.
+FIRST_SEED, MAX_SEEDS = 1000, 24
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,11 +100,24 @@ def test_influence_is_the_inner_product_of_gradients(tmp_path: Path, monkeypatch
     assert np.abs(exact).max() * size > 1e-3
 
 
+def falls_only_by_the_poison(run: Run) -> bool:
+    """Whether the policy gives right answers with a mean probability of at least BOUND up to the poisoned round and
+    below BOUND after it. Otherwise it fell without the poison or recovered, and there is no single fall to find."""
+    means = []
+    for version in range(ROUNDS + 1):
+        run.policy.restore(version)
+        probabilities = run.group.actor.engine.answer_probabilities()
+        means.append(probabilities[np.arange(len(run.right)), run.right].mean())
+    return [mean >= BOUND for mean in means] == [version <= run.poisoned_round for version in range(ROUNDS + 1)]
+
+
 @pytest.mark.integration
 def test_the_poisoned_round_and_its_groups_are_found(tmp_path: Path) -> None:
+    runs = (Run(tmp_path / str(seed), seed) for seed in range(FIRST_SEED, FIRST_SEED + MAX_SEEDS))
+    chosen = list(itertools.islice(filter(falls_only_by_the_poison, runs), NUM_RUNS))
+    assert len(chosen) == NUM_RUNS, f"only {len(chosen)} of {MAX_SEEDS} runs fall by the poison alone"
     rounds, ranked = 0, 0
-    for seed in range(SEEDS):
-        run = Run(tmp_path / str(seed), seed)
+    for run in chosen:
         cost = largest_cost(0, ROUNDS, {}, BOUND, range(INTERVAL, ROUNDS + 1, INTERVAL))
         assert cost.evaluations == 6, "two ends, and the logarithm of 12"
         values: dict[int, float] = {}
@@ -110,5 +126,5 @@ def test_the_poisoned_round_and_its_groups_are_found(tmp_path: Path) -> None:
         assert len(values) <= cost.evaluations and run.group.calls.count("train") <= cost.rounds
         rounds += before == run.poisoned_round
         ranked += before == run.poisoned_round and poisoned_groups_at_the_top(run, before)
-    assert rounds == SEEDS
+    assert rounds == NUM_RUNS
     assert ranked >= 18, ranked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from penstock.flows.options.flags import parse_config
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.microbatches import count_sample_uses, order_steps
+from penstock.stages.train.microbatches import count_sample_uses, order_steps, samples_of_steps
 from penstock.stages.train.step import TrainedRound, train_rollout
+from penstock.storage.errors import RunError
 from penstock.storage.samples.sample import to_table
 
 VOCABULARY, LR = 60, 5.0
@@ -173,3 +175,37 @@ def test_learning_rate_decays_over_the_steps_of_all_epochs() -> None:
     sizes = "--rollout-batch-size 8 --n-samples-per-prompt 2 --num-steps-per-rollout 4 --num-rollout 3"
     config = derive(parse_config(f"{sizes} --ppo-epochs 5 --lr-decay-style linear".split()))
     assert config.train.lr_decay_iters == 3 * 4 * 5
+
+
+# ---- replayed samples (--replay-share) -------------------------------------------------------------------------------
+
+NUM_NEW = 16  # of the samples of BATCH, which are trajectories of their own
+
+
+def test_replayed_trajectories_are_added_equally_to_the_steps_of_the_new_ones() -> None:
+    config = TrainConfig(num_steps_per_rollout=4)
+    trajectories = np.repeat(np.arange(14), 2)  # eight new ones, two in each step, and six replayed ones
+    steps = samples_of_steps(trajectories, config, num_new=16)
+    assert [sorted(set(trajectories[rows])) for rows in steps] == [[0, 1, 8, 9], [2, 3, 10], [4, 5, 11, 12], [6, 7, 13]]
+    new = samples_of_steps(trajectories[:16], config)
+    assert all(np.array_equal(rows, all_rows[all_rows < 16]) for rows, all_rows in zip(new, steps, strict=True))
+
+
+def test_old_logprobs_of_replayed_samples_are_those_of_the_engine() -> None:
+    replay = {"replay_share": 0.5}
+    batch, engine = dataclasses.replace(BATCH, num_new=NUM_NEW), BigramEngine()
+    config = TrainConfig(num_steps_per_rollout=2, max_tokens_per_gpu=40, replay=replay, ppo_epochs=2)
+    result = train_rollout(Models(policy=engine), batch, config, keep_tokens=True)  # type: ignore[arg-type]
+    old, is_replayed = result.tokens["trainer_logprobs"], result.experience.sample_index >= NUM_NEW
+    uniform = -np.log(VOCABULARY)  # of the policy before the update
+    assert torch.allclose(old[~is_replayed], torch.tensor(uniform).double(), atol=1e-6) and is_replayed.any()
+    assert torch.equal(old[is_replayed], result.experience.rollout_logprobs[is_replayed])
+    assert not torch.allclose(old[is_replayed], torch.tensor(uniform).double(), atol=1e-2)
+    assert result.sample_uses.tolist() == [2 if num_tokens else 0 for num_tokens in BATCH.num_trained_tokens]
+
+
+def test_replayed_samples_without_logprobs_are_refused() -> None:
+    batch = dataclasses.replace(BATCH, num_new=NUM_NEW, rollout_logprobs=np.zeros_like(BATCH.rollout_logprobs))
+    config = TrainConfig(num_steps_per_rollout=2, max_tokens_per_gpu=40, replay={"replay_share": 0.5})
+    with pytest.raises(RunError, match="--replay-share replays have no log-probs"):
+        train_rollout(Models(policy=BigramEngine()), batch, config)  # type: ignore[arg-type]

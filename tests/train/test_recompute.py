@@ -251,6 +251,18 @@ def test_baseline_and_deviation_give_the_advantage() -> None:
         assert float(texts["weight"]) == pytest.approx(1 / (tokens * trajectories), rel=1e-5)
 
 
+def test_baseline_of_trajectories_gives_the_advantage() -> None:
+    rollout = {"groups": [0] * 5, "lengths": [5, 1, 3, 2, 6], "trajectories": [0, 0, 1, 2, 2]}
+    case = {"options": {"baseline_over_trajectories": True}, "rollout": rollout, "seed": 1}
+    stored = stored_round(case, compute(case))
+    rewards = stored.batch.rewards
+    means = [rewards[:2].mean(), rewards[2], rewards[3:].mean()]
+    texts = texts_of(stored, recompute(stored), 4)
+    mean, others, std = map(float, texts["baseline"].replace(";", ",").split(","))
+    assert (mean, others, std) == pytest.approx((np.mean(means), np.mean(means[:2]), np.std(means, ddof=1)), abs=1e-5)
+    assert float(texts["estimated"]) == pytest.approx((means[2] - mean) / std, abs=1e-4) and std > 0
+
+
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 

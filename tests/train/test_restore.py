@@ -65,7 +65,7 @@ class ListTrainer:
         self.calls.append(f"load {version}")
         self.hold(version)
 
-    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
+    def train(self, rollout: Commit, version: int, attempt: str | None = None, earlier: object = ()) -> TrainResult:
         assert self.held is not None and self.held.clean and self.held.version == version == rollout.index
         self.weights = [*self.weights, f"r{rollout.index}"]
         self.calls.append(f"train {version}")

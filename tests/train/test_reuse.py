@@ -147,7 +147,7 @@ class TokenTrainer(ListTrainer):
 
     distance, advantage_seed = 0.1, 1
 
-    def train(self, rollout: Commit, version: int, attempt: str | None = None):
+    def train(self, rollout: Commit, version: int, attempt: str | None = None, earlier: object = ()):
         self.version = version
         return super().train(rollout, version, attempt)
 

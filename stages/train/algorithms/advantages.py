@@ -94,7 +94,7 @@ def compare_advantages(
     """
     advantages, gradients = [], []
     for of_samples in rewards:
-        advantages.append(_advantages_from_rewards(of_samples, group_index, num_tokens, config))
+        advantages.append(_advantages_from_rewards(of_samples, group_index, trajectory_index, num_tokens, config))
         trained = np.where(np.isnan(of_samples), 0, num_tokens)
         weights = _loss_weights(trained, group_index, trajectory_index, config)
         gradients.append(np.sqrt(trained) * weights * advantages[-1])
@@ -119,11 +119,16 @@ def _loss_weights(
 
 
 def _advantages_from_rewards(
-    rewards: np.ndarray, group_index: np.ndarray, num_tokens: np.ndarray, config: AlgorithmConfig
+    rewards: np.ndarray,
+    group_index: np.ndarray,
+    trajectory_index: np.ndarray,
+    num_tokens: np.ndarray,
+    config: AlgorithmConfig,
 ) -> np.ndarray:  # [B] float64; 0 for samples without a reward or trained tokens
     trained = np.flatnonzero((num_tokens > 0) & ~np.isnan(rewards))
     zeros, groups = torch.zeros(len(trained), dtype=torch.float64), torch.from_numpy(group_index)
     one_token_each = Experience(torch.from_numpy(trained), torch.from_numpy(rewards), groups, rollout_logprobs=zeros)
+    one_token_each.trajectory_index = torch.from_numpy(trajectory_index)
     estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
     advantages = estimator(one_token_each, zeros, config).advantages
     if config.normalize_advantages:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def gdpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) ->
     normalize = center if config.disable_grpo_std_normalization else standardize
     sums = torch.zeros_like(experience.rewards, dtype=torch.float64)
     for name, weight in sorted(config.gdpo_reward_weights.items()):
-        sums += weight * normalize(experience.reward_components[name], experience.group_index)
+        sums += weight * _normalized(normalize, experience.reward_components[name], experience, config)
     graded = ~experience.rewards.isnan()
     sums[graded] = whiten(sums[graded])
     return Estimate(sums[experience.sample_index])
@@ -70,8 +71,30 @@ def _normalized_rewards(
     """Return for each token the reward of its sample, normalized within the group unless that is disabled."""
     rewards = experience.rewards.double()
     if experience.normalize_rewards and not config.disable_rewards_normalization:
-        rewards = normalize(rewards, experience.group_index)
+        rewards = _normalized(normalize, rewards, experience, config)
     return rewards[experience.sample_index]
+
+
+def _normalized(
+    normalize: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, experience: Experience, config: AlgorithmConfig
+) -> Tensor:  # [B] float64 -> [B] float64
+    """Return the rewards, normalized within the group: over its samples, or with --baseline-over-trajectories over its
+    trajectories, whose reward is the mean of their graded samples."""
+    if not config.baseline_over_trajectories:
+        return normalize(rewards, experience.group_index)
+    assert experience.trajectory_index is not None, "--baseline-over-trajectories needs the trajectory of each sample"
+    trajectory, result = experience.trajectory_index, torch.zeros_like(rewards)
+    means, first = trajectory_rewards(rewards, trajectory)
+    result[trajectory[first]] = normalize(means[first], experience.group_index[first])
+    return torch.where(rewards.isnan(), 0.0, result[trajectory])
+
+
+def trajectory_rewards(rewards: Tensor, trajectory_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each sample [B] the mean reward of the graded samples of its trajectory (NaN for a sample without a
+    reward), and the number of the first graded sample of each trajectory that has one."""
+    graded = np.flatnonzero(~rewards.isnan().numpy())
+    first = graded[np.unique(trajectory_index.numpy()[graded], return_index=True)[1]]
+    return rewards - _deviations(rewards, trajectory_index)[0], torch.from_numpy(first)  # exact if rewards are equal
 
 
 def center(

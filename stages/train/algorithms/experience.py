@@ -28,6 +28,7 @@ class Experience:
     teacher_logprobs: Tensor | None = None  # [N] log-probs of the teacher, for distillation
     values: Tensor | None = None  # [N] values of the critic before its update
     reward_components: dict[str, Tensor] = field(default_factory=dict)  # [B] float64 each: --gdpo-reward-weights
+    trajectory_index: Tensor | None = None  # [B] int64, trajectory (agent execution) of each sample
     normalize_rewards: bool = True  # False: a user-defined function of the rollout has set the rewards (TRAIN_REWARD)
 
     def policy_logprobs(self, use_rollout_logprobs: bool) -> Tensor:  # [N]
