@@ -225,6 +225,9 @@ def describe_use_problems(
             f"{key} {has} group {group_id} of round {index} among the replayed groups; it must have the "
             f"{len(chosen)} groups that --replay-share chooses"
         ]
+    inputs = {name for name in step.inputs if name.startswith("replayed/")}
+    if inputs != {f"replayed/{index}" for index, _ in recorded}:
+        return [f"{key} has other rollouts as inputs than those of its replayed groups (`inputs`, `state.replayed`)"]
     for group in chosen:
         stored = earlier[group.rollout_id]
         rows = stored.issues == int(group.group_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -88,11 +88,13 @@ def replayed_run(root: Path) -> tuple[Store, RunKeys, list]:
     return store, keys, [[0, chosen.group_id, [[0, 2]]]]  # the samples have no tokens
 
 
-def audit_with(store: Store, keys: RunKeys, replayed: object) -> list[str]:
+def audit_with(store: Store, keys: RunKeys, replayed: object, rounds: Sequence[int] = (0,)) -> list[str]:
     key = commit_key(keys.step_prefix(1))
     step = store.committed(keys.step_prefix(1))
     assert step is not None
-    record = step.model_dump(mode="json") | {"digest": "", "state": {**step.state, "replayed": replayed}}
+    inputs = {"rollout": step.inputs["rollout"]} | {f"replayed/{r}": commit_key(keys.rollout_prefix(r)) for r in rounds}
+    changed_state = {"state": {**step.state, "replayed": replayed}, "inputs": inputs}
+    record = step.model_dump(mode="json") | {"digest": "", **changed_state}
     changed = Commit.model_validate(record)
     store.delete([key])
     store.create(key, changed.model_copy(update={"digest": record_digest(record)}).model_dump_json().encode())
@@ -103,6 +105,8 @@ def test_audit_accepts_only_the_groups_and_uses_that_the_options_give(tmp_path: 
     store, keys, right = replayed_run(tmp_path)
     (index, group_id, _), other = right[0], "000000000" if right[0][1] != "000000000" else "000000001"
     assert audit_with(store, keys, right) == []
+    [problem] = audit_with(store, keys, right, rounds=[])
+    assert "has other rollouts as inputs" in problem
     for wrong, sentence in (
         ([], f"lacks group {group_id} of round 0 among the replayed groups"),
         ([*right, [0, other, [[0, 2]]]], f"has group {other} of round 0 among the replayed groups"),

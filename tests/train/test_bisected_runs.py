@@ -22,8 +22,9 @@ from penstock.storage.commit import Commit
 from penstock.storage.samples.shards import read_table
 
 BOUND, NUM_RUNS = 0.85, 20
-# The parameters of the runs (bisected_runs.py) were chosen with seeds below 100. These seeds were not used for that.
-FIRST_SEED, MAX_SEEDS = 1000, 24
+# The parameters of the runs (bisected_runs.py) were chosen with seeds below 100, `falls_only_by_the_poison` with seeds
+# from 1000 to 1059. These seeds were used for neither.
+FIRST_SEED, MAX_SEEDS = 2000, 24
 
 
 @pytest.fixture(scope="module", autouse=True)
