@@ -257,6 +257,7 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
     pages = {"watch": watch, "prefect": flow_run_link or _NO_PAGE}
     display = Display(run.keys.run, flow, config, run.store.uri, uris[0], pages)
     observers.callback(display.close)
+    display.start()
     display.on_progress = lambda: observers.tell(Observer.on_progress)
     observers.enter_context(display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage"))
     assert run.record is not None, "`open_run` has created it"

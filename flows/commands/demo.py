@@ -234,7 +234,6 @@ class DemoProcess:
     def __init__(self, words: list[str], console: Console) -> None:
         self.words = words
         self.console = console
-        self.start()
 
     def start(self) -> None:
         """Start the command."""
@@ -292,6 +291,7 @@ def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
         )
     words = ("--directory", str(directory), "--seed", str(seed), "--num-rollout", str(num_rollout))
     demo = DemoProcess([*PENSTOCK, "demo", *words], console)
+    demo.start()
     try:
         while (code := demo.exit_code()) is None:
             time.sleep(POLL_SECONDS)

@@ -64,7 +64,7 @@ class Results(Observer):
     def on_publish(
         self, version: int, urls: list[str], metrics: dict[str, float], switches: list[MemorySwitch]
     ) -> None:
-        self.display.publish_seconds.append(metrics["perf/update_weights_time"])
+        self.display.rounds.publish_seconds.append(metrics["perf/update_weights_time"])
         for switch in switches:
             self.display.note(f"moved GPU memory: {switch}")
         if switches:
@@ -76,7 +76,7 @@ class Results(Observer):
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self.tracking.enqueue_metrics(f"overlap-{rollout_id}", metrics, step=rollout_id)
-        self.display.overlap[rollout_id] = metrics
+        self.display.rounds.overlap[rollout_id] = metrics
 
     def on_results(self, commits: list[Commit]) -> None:
         self.display.print_summary(commits)

@@ -29,7 +29,6 @@ from penstock.flows.terminal.lines import (
     RoundLines,
     format_sample_preview,
     json_line,
-    seconds_by_stage,
     summary_rows,
 )
 from penstock.flows.terminal.panel import STAGES, Panel, end_wait
@@ -41,8 +40,8 @@ ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class Display:
-    """The terminal output of one flow run. The header is printed at once, with `pages`: the links "watch" and
-    "prefect"."""
+    """The terminal output of one flow run. The constructor prints the header, with `pages`: the links "watch" and
+    "prefect"; `start` shows the rest."""
 
     def __init__(
         self,
@@ -58,24 +57,18 @@ class Display:
         end_wait()  # first, because it restores sys.stdout
         # Without a TTY rich would break lines at 80 columns; the line of a round must stay one line for grep.
         self.console = console or TerminalConsole(file=sys.stdout, soft_wrap=True, highlight=False)
-        self.run = run
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
         num_rounds = int(config.run.num_rollout)
         self._json = config.run.log_format == "json"
         self._without_steps = bool(config.run.debug_rollout_only)
         self._commits: list[Commit] = []
-        self._rollouts: dict[int, Commit] = {}
-        self.publish_seconds: list[float] = []  # of weight updates, which are part of the next round's time
-        # number of a round -> metrics of the overlap of generation and training
-        self.overlap: dict[int, dict[str, float]] = {}
-        self._announced: set[str] = set()  # waits that were printed
-        self._round_lines = RoundLines(num_rounds)
+        self.rounds = RoundLines(num_rounds)
+        self._waits: dict[str, float | None] = {}  # each wait that was printed -> since when, or None: it has ended
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has made progress
         self.panel = Panel(run, flow, num_rounds)
         self._region: LiveRegion | None = None
-        self._stop_reminder: Callable[[], None] = lambda: None  # without a region, repeats waits until the first round
-        self._wait: tuple[str, float] | None = None  # the wait that was printed last and its time, until it ends
+        self._reminder = WaitReminder(self._current_wait, self._print_note)
         data = config.rollout.prompt_data
         header = {
             "watch": pages.get("watch", ""),  # first: a link that works from now on
@@ -88,12 +81,15 @@ class Display:
             "prefect": pages.get("prefect", ""),
         }
         self._print_rows({title: str(value) for title, value in header.items() if value})
+
+    def start(self) -> None:
+        """Start the panel or, where nothing can be redrawn, the reminder of waits, which ends with the first round."""
         prefect_level = os.environ.get(CONSOLE_LEVEL, "INFO")  # with --verbose Prefect prints log lines, too
         if not self._json and can_redraw(self.console) and prefect_level == QUIET[CONSOLE_LEVEL]:
             self._region = LiveRegion(self.console, self.panel.render)
             self._region.start()
         else:
-            self._stop_reminder = WaitReminder(self._current_wait, self._print_note).stop
+            self._reminder.start()
 
     # ---- during the run ----------------------------------------------------------------------------------------------
 
@@ -104,9 +100,9 @@ class Display:
             if commit.kind == "rollout":
                 step = steps.get(commit.index)
                 if step is None and not self._without_steps:  # this start trains it: the line of the round shows both
-                    is_own = commit.writer in ("", self.run)  # else a parent has spent the seconds
-                    self._rollouts[commit.index] = commit if is_own else commit.model_copy(update={"seconds": {}})
-                self._round_lines.add({**commit.summary, **(step.summary if step else {})})
+                    is_own = commit.writer in ("", self.panel.run)  # else a parent has spent the seconds
+                    self.rounds.rollouts[commit.index] = commit if is_own else commit.model_copy(update={"seconds": {}})
+                self.rounds.add({**commit.summary, **(step.summary if step else {})})
             self.panel.curves.add(commit)
         self.panel.rounds.done = max((commit.policy_version for commit in steps.values()), default=0)
 
@@ -151,20 +147,25 @@ class Display:
             self.note_wait(_WAITS[name])
         with self.panel.activities.show(title, shown):
             yield
-            self._wait = None
+            self._end_wait()
 
     def note_wait(self, text: str) -> None:
         """Print what the run waits for, once, unless there is a panel, which shows it."""
-        if self._region is None and text not in self._announced:
-            self._announced.add(text)
+        if self._region is None and text not in self._waits:
             self.note(text)
-            self._wait = text, time.monotonic()
+            self._end_wait()
+            self._waits[text] = time.monotonic()
+
+    def _end_wait(self) -> None:
+        self._waits = dict.fromkeys(self._waits)
 
     def _current_wait(self) -> tuple[str, float] | None:
         """Return what the run waits for, and since when: the wait that was printed, else the newest activity."""
+        if wait := next(((text, since) for text, since in self._waits.items() if since is not None), None):
+            return wait
         activity = next(reversed(list(self.panel.activities.running)), None)
-        if self._wait is not None or activity is None:
-            return self._wait
+        if activity is None:
+            return None
         done = f" {activity.done:,}/{activity.total:,}" if activity.total else ""
         return f"in {activity.title}{done}", activity.started_at
 
@@ -176,7 +177,7 @@ class Display:
 
             def update(done: int, total: int) -> None:
                 self.on_progress()
-                self._wait = None  # for the engines
+                self._end_wait()  # for the engines
                 activity.done, activity.total = done, total
 
             yield update
@@ -190,17 +191,16 @@ class Display:
         if commit.kind == "rollout":
             self.panel.rounds.samples = format_sample_preview(commit, min(self.console.width - 1, MAX_COLUMNS))
         if commit.kind == "rollout" and not self._without_steps:
-            self._rollouts[commit.index] = commit
+            self.rounds.rollouts[commit.index] = commit
             return ""
         if commit.kind in ("rollout", "step"):
-            rollout = self._rollouts.pop(commit.index, None)
-            overlap = self.overlap.pop(commit.index, {})
-            width = min(MAX_COLUMNS, self.console.width) if self._region else MAX_COLUMNS
-            line = self._round_lines.format(commit, rollout, self.publish_seconds, overlap, width)
-            spent = seconds_by_stage([c for c in (rollout, commit) if c], self.publish_seconds[-1:])
+            line = self.rounds.format(commit, min(MAX_COLUMNS, self.console.width) if self._region else MAX_COLUMNS)
+            spent = self.rounds.seconds(commit)
             self.panel.rounds.durations = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             self.panel.rounds.finish(commit.index)
-            self._stop_reminder()
+            self.rounds.rollouts.pop(commit.index, None)
+            self.rounds.overlap.pop(commit.index, None)
+            self._reminder.stop()
         else:
             line = Text(EVENT_LINES[commit.kind](commit))
         self._print(line)
@@ -221,9 +221,9 @@ class Display:
         store = shlex.quote(self.store_uri)
         self._print_rows(
             {
-                "run": self.run,
+                "run": self.panel.run,
                 **self.summary(commits),
-                "look closer": f"{penstock_command()} show {self.run} --store {store}",
+                "look closer": f"{penstock_command()} show {self.panel.run} --store {store}",
                 "all runs": f"{penstock_command()} runs --store {store}",
                 "in a browser": f"{penstock_command()} up --store {store}   (Prefect and MLflow; prints the links)",
             }
@@ -232,11 +232,11 @@ class Display:
 
     def summary(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
         """Return the results of `commits` (default: all commits printed so far): title -> text."""
-        return summary_rows(self._commits if commits is None else commits, self.publish_seconds, self.store_uri)
+        return summary_rows(self._commits if commits is None else commits, self.rounds.publish_seconds, self.store_uri)
 
     def close(self) -> None:
         """Erase the panel. Safe to call twice."""
-        self._stop_reminder()
+        self._reminder.stop()
         if self._region is not None:
             self._region.stop()
             self._region = None
@@ -255,7 +255,7 @@ class Display:
     def _print(self, text: Text, level: str = "info") -> None:
         if self._json:
             if message := text.plain.strip():  # without the empty lines around the summary
-                self.console.out(json_line(level, self.run, message), highlight=False)
+                self.console.out(json_line(level, self.panel.run, message), highlight=False)
         elif self._region is not None:
             self._region.print(text)
         else:

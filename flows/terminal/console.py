@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -145,12 +145,17 @@ class WaitReminder:
         self._current, self._print_line, self._clock = current, print_line, clock
         self._ended = ended or threading.Event()
         self.thread = threading.Thread(target=self._remind, name="wait-reminder", daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread, and return this object."""
         self.thread.start()
+        return self
 
     def stop(self) -> None:
         """End the thread. Safe to call twice."""
         self._ended.set()
-        self.thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
 
     def _remind(self) -> None:
         since, due = float("-inf"), self._clock()

@@ -56,10 +56,18 @@ class RoundLines:
     """Formats the lines of a run's rounds: `round 11 (12/60)  reward 0.531  kl 1.2e-3  ...  time 1.0s`.
 
     Rounds are counted from 0, as in the store and in every command; the number in parentheses counts trained rounds.
+
+    Attributes:
+        rollouts: commits of the rollouts that are not trained yet, by round.
+        publish_seconds: durations of weight updates; the last one is counted in the time of the next round.
+        overlap: metrics of an asynchronous run that are not in commits, by round.
     """
 
     def __init__(self, num_rounds: int) -> None:
         self.num_rounds = num_rounds
+        self.rollouts: dict[int, Commit] = {}
+        self.publish_seconds: list[float] = []
+        self.overlap: dict[int, dict[str, float]] = {}
         self._nonzero: set[str] = set()  # labels of the columns that have not always been 0
 
     def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
@@ -76,26 +84,19 @@ class RoundLines:
                 texts[column.label] = text
         return texts
 
-    def format(
-        self,
-        step: Commit,
-        rollout: Commit | None = None,
-        publish_seconds: Sequence[float] = (),
-        overlap: Mapping[str, float] | None = None,
-        width: int = MAX_COLUMNS,
-    ) -> Text:
-        """Return the line of a round. Columns are left out until it has at most `width` characters or only two columns.
+    def seconds(self, step: Commit) -> dict[str, float]:
+        """Return the seconds of a round's stages: stage -> seconds."""
+        rollout = self.rollouts.get(step.index)
+        return seconds_by_stage([commit for commit in (rollout, step) if commit], self.publish_seconds[-1:])
 
-        Args:
-            step: commit of the training step or, in a run without training, of the rollout.
-            rollout: commit of the rollout that was trained.
-            publish_seconds: durations of weight updates; the last one is counted in the time of the round.
-            overlap: metrics of an asynchronous run that are not in commits.
-            width: maximum width of the line.
-        """
-        texts = self.add({**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})})
+    def format(self, step: Commit, width: int = MAX_COLUMNS) -> Text:
+        """Return the line of a round. `step` is the commit of its training step or, in a run without training, of its
+        rollout. Columns are left out until the line has at most `width` characters or only two columns."""
+        rollout = self.rollouts.get(step.index)
+        numbers = (rollout.summary if rollout else {}) | step.summary | self.overlap.get(step.index, {})
+        texts = self.add(numbers)
         ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
-        if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
+        if spent := self.seconds(step):
             texts["time"] = f"{sum(spent.values()):.1f}s"
         digits = len(str(self.num_rounds))
         count = f"({step.index + 1}/{self.num_rounds})"

@@ -288,7 +288,7 @@ def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_termin
     elif not only_on_terminal:
         end_wait()
         print_line(text)
-        _shown.append((panel, WaitReminder(lambda: (text, panel.started_at), print_line)))
+        _shown.append((panel, WaitReminder(lambda: (text, panel.started_at), print_line).start()))
 
 
 def end_wait() -> None:

@@ -32,6 +32,7 @@ time.sleep(60)
 def test_only_the_processes_of_the_target_are_killed_and_a_killed_driver_is_restarted() -> None:
     out = io.StringIO()
     demo = DemoProcess([sys.executable, "-c", FAKE], Console(file=out, width=200))
+    demo.start()
     try:
         wait_for(lambda: "started" in out.getvalue())
         assert demo.kill("trainer") == []

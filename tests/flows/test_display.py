@@ -54,7 +54,9 @@ def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] 
 
 
 def test_round_is_printed_on_one_line() -> None:
-    line = RoundLines(20).format(step(2), rollout(2, 0.53125), [9.0, 0.02]).plain
+    lines = RoundLines(20)
+    lines.rollouts[2], lines.publish_seconds = rollout(2, 0.53125), [9.0, 0.02]
+    line = lines.format(step(2)).plain
     assert line == (
         "round  2 (3/20)   reward 0.531  loss -0.0021  kl 1.2e-5  gap 3.0e-6  len 3.2  tok/s 1,234  time 1.0s"
     )
@@ -64,7 +66,9 @@ def test_line_of_a_round_fits_its_width_and_keeps_reward_and_time() -> None:
     numbers = {name: 123456.789 for column in COLUMNS for name in column.metrics}
     commit = step(1233).model_copy(update={"summary": numbers})
     for width in (40, 60, 80, 100):
-        line = RoundLines(3000).format(commit, rollout(1233, 0.5), width=width).plain
+        lines = RoundLines(3000)
+        lines.rollouts[1233] = rollout(1233, 0.5)
+        line = lines.format(commit, width).plain
         assert len(line) <= max(width, 56)
         assert line.startswith("round 1233 (1234/3000)  reward 123456.789") and line.endswith("  time 1.0s")
 
@@ -75,7 +79,9 @@ def test_column_appears_when_its_number_is_not_zero_and_stays() -> None:
     shown = [re.findall(r"loss (\S+)", lines.format(commit).plain) for commit in steps]
     assert shown == [[], ["0.5000"], ["0.0000"], ["nan"]]
     assert "loss nan" in RoundLines(9).format(steps[3]).plain
-    assert "reward 0.000" in RoundLines(9).format(step(0), rollout(0, 0.0)).plain
+    lines = RoundLines(9)
+    lines.rollouts[0] = rollout(0, 0.0)
+    assert "reward 0.000" in lines.format(step(0)).plain
 
 
 def test_sft_round_shows_only_its_own_columns() -> None:

@@ -9,12 +9,10 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from penstock.flows.runtime import display as display_module
 from penstock.flows.runtime.display import Display
 from penstock.flows.terminal import panel as panel_module
 from penstock.flows.terminal.console import WaitReminder, can_redraw
@@ -65,7 +63,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def open_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Display:
     attach(terminal, monkeypatch)
-    return Display("my-run", "train", config(), "/store")
+    display = Display("my-run", "train", config(), "/store")
+    display.start()
+    return display
 
 
 def attach(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +184,7 @@ def test_what_a_command_waits_for_is_erased_on_a_terminal_and_printed_in_a_pipe(
     assert "loading Prefect" in "".join(terminal.screen(100))
     show_wait("opening the run")
     display = Display("my-run", "train", config(), "/store")
+    display.start()
     assert "my-run" in "".join(terminal.screen(100)) and sys.stdout is not terminal
     display.close()
     end_wait()
@@ -234,7 +235,7 @@ def reminders(end: float, events: dict[float, tuple[str, float] | None], *, stop
     lines: list[str] = []
     clock = FakeTime(end, {at: partial(current.__setitem__, 0, wait) for at, wait in events.items()})
     clock.events[stop] = clock.set
-    reminder = WaitReminder(lambda: current[0], lines.append, lambda: clock.now, clock)
+    reminder = WaitReminder(lambda: current[0], lines.append, lambda: clock.now, clock).start()
     reminder.thread.join(timeout=60)
     assert not reminder.thread.is_alive()
     return lines
@@ -256,23 +257,17 @@ def test_reminder_ends_with_the_wait() -> None:
         "still converting, 30 s",
         "still converting, 1 min 0 s",
     ]
-    reminder = WaitReminder(lambda: None, pytest.fail)
+    reminder = WaitReminder(lambda: None, pytest.fail).start()
     reminder.stop()
     reminder.thread.join(timeout=60)
     assert not reminder.thread.is_alive()
 
 
 def test_log_repeats_what_a_run_waits_for_until_its_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[WaitReminder] = []
-
-    def start(*arguments: Any) -> WaitReminder:
-        started.append(WaitReminder(*arguments))
-        return started[-1]
-
-    monkeypatch.setattr(display_module, "WaitReminder", start)
     out = io.StringIO()
     display = Display("my-run", "train", config(), "/store", console=Console(file=out))
-    [reminder] = started
+    display.start()
+    reminder = display._reminder
     assert reminder._current() is None
     with display.stage("rollout", 0), display.progress("rollout, round 0: samples", "rollout") as update:
         assert reminder._current()[0] == "waiting for the engines (they load the model)"  # type: ignore[index]
