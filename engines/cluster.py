@@ -360,20 +360,21 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Raise OSError if no HTTP/2 server (gRPC) listens at host:port, or with RAY_USE_TLS no server at all."""
-    place = f"{host}:{port}"
+    """Raise ConnectionError if no HTTP/2 server (gRPC) listens at host:port, or with RAY_USE_TLS no server at all."""
+    place, problem = f"{host}:{port}", ""
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return
             connection.sendall(HTTP2_HELLO)
-            answer = connection.recv(4, socket.MSG_WAITALL)
+            if connection.recv(4, socket.MSG_WAITALL)[3:] != SETTINGS:
+                problem = f"what listens at {place} is not a Ray cluster"
     except TimeoutError:
-        raise TimeoutError(f"{place} does not answer in {ANSWER_SECONDS:g} s") from None
+        problem = f"{place} does not answer in {ANSWER_SECONDS:g} s"
     except OSError as error:
-        raise ConnectionError(f"{place}: {error.strerror or error}") from None
-    if answer[3:] != SETTINGS:
-        raise ConnectionError(f"what listens at {place} is not a Ray cluster")
+        problem = f"{place}: {error.strerror or error}"
+    if problem:
+        raise ConnectionError(problem)
 
 
 def cpu_count() -> int:

@@ -273,19 +273,24 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
     """Check that a PEFT directory has the adapters that `options` describe."""
     from penstock.engines.weights.hf_headers import read_header
 
-    for name in (CONFIG, WEIGHTS):
-        if not (directory / name).is_file():
-            raise ModelError(f"{directory / name} does not exist: give --lora-load a directory that PEFT has saved")
+    files = [directory / name for name in (CONFIG, WEIGHTS)]
+    absent = (
+        (not file.is_file(), f"{file} does not exist: give --lora-load a directory that PEFT has saved")
+        for file in files
+    )
+    check_rules(absent, ModelError)
     config = read_config(directory / CONFIG)
     needed = {"r": options.lora_rank, "lora_alpha": options.alpha, "use_rslora": options.lora_use_rslora}
     neutral = dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"))
-    for name, value in {**needed, **neutral, "bias": "none", "fan_in_fan_out": False}.items():
-        found = config.get(name)
-        if found != value and not (value in (None, False, "none") and not found):
-            raise ModelError(
-                f"{directory / CONFIG} has {name} {found!r}, but the run needs {value!r}: change the options "
-                "--lora-rank, --lora-alpha and --lora-use-rslora, or use another adapter"
-            )
+    rules = (
+        (
+            config.get(name) != value and not (value in (None, False, "none") and not config.get(name)),
+            f"{directory / CONFIG} has {name} {config.get(name)!r}, but the run needs {value!r}: change the options "
+            "--lora-rank, --lora-alpha and --lora-use-rslora, or use another adapter",
+        )
+        for name, value in {**needed, **neutral, "bias": "none", "fan_in_fan_out": False}.items()
+    )
+    check_rules(rules, ModelError)
     layout = tensor_layout(shape)
     shapes = {}
     for module in adapted_modules(shape, options.lora_target_modules):

@@ -140,8 +140,7 @@ class TrainEngine(ABC):
     """One rank of a model and its optimizer. Create it after `TrainBackend.init_ranks`.
 
     Every method is collective (all ranks must call it) unless its docstring says otherwise. Several engines of one
-    process (actor and critic) share process groups and RNG states. Only what every engine must have is abstract: by
-    default an engine has no adapters, and its state stays on the device.
+    process (actor and critic) share process groups and RNG states.
     """
 
     shape: ModelShape
@@ -215,16 +214,16 @@ class TrainEngine(ABC):
         forward passes are allowed. The values are swapped: inside the context the snapshot holds the model's own
         weights."""
 
+    @abstractmethod
     def copy_head(self) -> OutputHead:
         """Return the LM head with a copy of the weights that the model uses now. Only on the last pipeline stage, and
         not collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def average_weights(self, average: list[Any] | None, rate: float) -> list[Any]:
         """Move a moving average of the weights by the share `rate` towards the model's weights, and return it; None:
         begin it with these weights. It consists of two snapshots whose sum is the average: the average in the dtype of
         the weights, and what this rounding leaves, without which small steps would vanish in bf16. Not collective."""
-        raise NotImplementedError
 
     @abstractmethod
     def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
@@ -259,28 +258,28 @@ class TrainEngine(ABC):
 
     # ---- adapters (`lora`) -------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the layer's name and the matrices A and B of every adapter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
         """Set the adapters; `matrices_of(layer)` returns A [parts * r, in] and B [out, r]. Not collective."""
-        raise NotImplementedError
 
     # ---- device memory -----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory and free their device memory; the content of gradients is discarded.
         Return the duration and memory use of the move, or None if there was nothing to move. Not collective.
 
         Methods that need an offloaded kind fail until `onload`.
         """
-        return None
 
+    @abstractmethod
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
         use of the move, or None if there was nothing to move. Not collective."""
-        return None
 
 
 class TrainBackend(ABC):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from penstock.engines.cluster import check_ray_answers, translate_ray_errors
 from penstock.flows.config import (
-    Flow,
     Plan,
     PostTrainConfig,
     changed_flag,
@@ -55,7 +54,7 @@ from penstock.stages.eval.bisection import (
 from penstock.stages.eval.scores import check_same_data
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.errors import InputError, OptionError, RunError, StoreError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError, check_rules
 from penstock.storage.history.run_record import read_completion, read_run_record, record_completion
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.samples.shards import read_table
@@ -145,10 +144,10 @@ def main(argv: list[str]) -> int:
 
 def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     """Check a request. `own`: the command's own flags with their values; `rest`: options of the run."""
-    if missing := [flag for flag in ("--metric", "--below") if flag not in own]:
-        raise OptionError(f"{missing[0]} is missing: penstock bisect RUN --metric eval/NAME --below X")
+    usage = "penstock bisect RUN --metric eval/NAME --below X"
+    check_rules((flag not in own, f"{flag} is missing: {usage}") for flag in ("--metric", "--below"))
     flow, recorded = read_flow_and_config(store_options_from_values(parse_values(rest)), run)
-    if flow != Flow.TRAIN:
+    if not flow.has_rollouts:
         raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
     config = update_config_from_argv(recorded, rest)
     if flag := changed_flag(recorded, config, "identity", "schedule"):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
 from penstock.flows.debug_config import DebugConfig
@@ -30,7 +29,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, entries_of, field_meta, option, section_model
 from penstock.storage.disk import read_file
-from penstock.storage.errors import InputError, OptionError, nearest_name
+from penstock.storage.errors import InputError, OptionError, check_rules, nearest_name
 from penstock.storage.history.run_record import ParentRecord, RecordedConfig
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
@@ -41,37 +40,25 @@ MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe 
 
 
 class Flow(StrEnum):
-    """The flows. The value is the name of the flow's module in flows/."""
+    """The flows. The value is the name of the flow's module in flows/; a row also says what the flow starts."""
 
-    TRAIN = "train"
-    SFT = "sft"
-    EVALUATE = "evaluate"
+    TRAIN = "train", True, True
+    SFT = "sft", True, False
+    EVALUATE = "evaluate", False, True
     CONVERT = "convert"
 
-    @property
-    def has_run(self) -> bool:
-        """Return whether the flow has a run, with a name and a record in the store."""
-        return self is not Flow.CONVERT
+    trains: bool  # whether the flow has a trainer
+    generates: bool  # whether the flow has engines
+    has_run: bool  # whether the flow has a run, with a name and a record in the store
+    has_rollouts: bool  # whether the flow trains on responses that it generates
+    has_demonstrations: bool  # whether the flow trains on responses that are given
 
-    @property
-    def trains(self) -> bool:
-        """Return whether the flow has a trainer."""
-        return self in (Flow.TRAIN, Flow.SFT)
-
-    @property
-    def generates(self) -> bool:
-        """Return whether the flow has engines."""
-        return self in (Flow.TRAIN, Flow.EVALUATE)
-
-    @property
-    def has_rollouts(self) -> bool:
-        """Return whether the flow trains on responses that it generates."""
-        return self.trains and self.generates
-
-    @property
-    def has_demonstrations(self) -> bool:
-        """Return whether the flow trains on responses that are given."""
-        return self.trains and not self.generates
+    def __new__(cls, name: str, trains: bool = False, generates: bool = False) -> Flow:
+        flow = str.__new__(cls, name)
+        flow._value_ = name
+        flow.trains, flow.generates, flow.has_run = trains, generates, trains or generates
+        flow.has_rollouts, flow.has_demonstrations = trains and generates, trains and not generates
+        return flow
 
 
 class PostTrainConfig(StageConfig):
@@ -90,7 +77,7 @@ class PostTrainConfig(StageConfig):
         attributes of `args`, except secrets."""
         others = {
             name: option_value(self, section, name)
-            for section, name, field in list_options()
+            for section, name, field in OPTIONS
             if section != "rollout" and not field_meta(field).secret
         }
         for section, switch in SWITCHES.items():
@@ -124,7 +111,7 @@ class PostTrainConfig(StageConfig):
     @classmethod
     def _reject_unusable_values(cls, values: Any) -> Any:
         """Reject values that pydantic would convert or that no stage can use."""
-        for section, name, field in list_options():
+        for section, name, field in OPTIONS:
             if name in (entries := entries_of(values, section)):
                 flag = f"--{entries.get('engine', DEFAULT)}" if name == "engine_options" else flag_of_field(name)
                 check_value(flag, entries[name], field)
@@ -267,7 +254,7 @@ SWITCHES = {  # optional section -> the flag that adds it: the first alias of it
 }
 
 
-_OPTIONS = tuple(
+OPTIONS = tuple(  # every option: (dotted path of its section, name, field)
     (section, name, field)
     for section, model in SECTIONS.items()
     for name, field in model.model_fields.items()
@@ -275,12 +262,7 @@ _OPTIONS = tuple(
 )
 
 
-SECRETS = [(section, name) for section, name, field in _OPTIONS if field_meta(field).secret]
-
-
-def list_options() -> tuple[tuple[str, str, FieldInfo], ...]:
-    """Return every option as (dotted path of its section, name, field)."""
-    return _OPTIONS
+SECRETS = [(section, name) for section, name, field in OPTIONS if field_meta(field).secret]
 
 
 def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
@@ -352,7 +334,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
             f"{rollout.n_samples_per_prompt} = {samples} samples, but --global-batch-size {batch} x "
             f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal"
         )
-    train.check_batch(batch)
+    check_rules([train.batch_rule(batch)])
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
     if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
         changes |= train.lr_schedule(run.num_rollout * steps * train.ppo_epochs)
@@ -420,7 +402,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
         )
     for name, entries in values.items():
         if name not in PostTrainConfig.model_fields:
-            owner = next((section for section, option, _ in list_options() if option == name.replace("-", "_")), None)
+            owner = next((section for section, option, _ in OPTIONS if option == name.replace("-", "_")), None)
             found = f"config file {path}: {name} is outside its section: write it below [{owner}]"
             unknown = f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}"
             raise OptionError(found if owner else unknown)
@@ -456,7 +438,7 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
     dumped = config.model_dump(mode="json")
     options = {
         f"{section}.{name}": entries_of(dumped, section).get(name)
-        for section, name, field in list_options()
+        for section, name, field in OPTIONS
         if field_meta(field).mutability == mutability
     }
     if mutability == "identity":
@@ -517,7 +499,7 @@ def describe_unknown_option(where: list[str]) -> str:
     other_name = OTHER_NAMES.get(name.replace("_", "-"), "").replace("--", "").replace("-", "_").replace(" ", " or ")
     known = SECTIONS[section].model_fields if section in SECTIONS else {}
     near = other_name or nearest_name(name.replace("-", "_"), known)
-    owners = [other for other, option_name, _ in list_options() if option_name == name]
+    owners = [other for other, option_name, _ in OPTIONS if option_name == name]
     owners += [path for path, switch in SWITCHES.items() if switch == flag_of_field(name)]
     hint = f"; it belongs to [{owners[0]}]" if owners else ": `penstock train --help-all` lists them"
     hint = f": did you mean {near}?" if near and not owners else hint

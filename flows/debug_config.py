@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import model_validator
-
 from penstock.flows.options.argv import flag_of_field
-from penstock.stages.torch_files import check_template
+from penstock.stages.torch_files import template_rules
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.config import option
 
@@ -83,9 +81,8 @@ class DebugConfig(DiagnosticsConfig):
             values["save_debug_train_data"] = f"{self.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
         return DiagnosticsConfig(**values)
 
-    @model_validator(mode="after")
-    def _check_paths(self) -> DebugConfig:
-        """Check the placeholders of all paths."""
+    def _path_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about the placeholders of all paths."""
         round_only, norm = ("rollout_id",), GRAD_NORM_PLACEHOLDERS
         for name, allowed, required in (
             ("save_debug_rollout_data", round_only, round_only),
@@ -96,11 +93,10 @@ class DebugConfig(DiagnosticsConfig):
             ("dump_details", (), ()),
         ):
             if template := getattr(self, name):
-                check_template(flag_of_field(name), template, allowed, required)
-        return self
+                yield from template_rules(flag_of_field(name), template, allowed, required)
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        yield from super().rules()
+        yield from (*super().rules(), *self._path_rules())
         for switch, names in COMPANIONS.items():
             for name in names:
                 flag, needed = flag_of_field(name), flag_of_field(switch)

@@ -11,7 +11,7 @@ from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import flag_of_field
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import RunError
+from penstock.storage.errors import RunError, check_rules
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.maintenance.prompt_audit import max_staleness
 from penstock.storage.store import Store
@@ -124,25 +124,28 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
     removed = is_removed(store, keys)
     rollouts = [] if removed else store.committed_indices(f"{keys.prefix}/rollouts")
     trained = set() if removed else set(store.committed_indices(f"{keys.prefix}/steps"))
-    if run.debug_train_only and not rollouts and not config.debug.load_debug_rollout_data:
-        raise RunError(
-            f"--debug-train-only trains on committed rollouts, but run {run.run!r} has none in {store.uri}: generate "
-            "them with --debug-rollout-only, or correct --run or --store"
-        )
-    if run.debug_rollout_only and trained:
-        raise RunError(
-            f"--debug-rollout-only generates with the initial weights, but run {run.run!r} has trained {len(trained)} "
-            "rounds: give another --run, or --no-debug-rollout-only"
-        )
     untrained = [index for index in rollouts if index not in trained]
     last = store.committed(keys.rollout_prefix(max(untrained))) if untrained else None
     is_debugging = run.debug_rollout_only or run.debug_train_only
     origin = "--debug-rollout-only" if last is None or last.policy_version >= 0 else "--load-debug-rollout-data"
-    if last is not None and last.policy_version < last.index - max_staleness(last) and not is_debugging:
-        raise RunError(
+    rules: list[tuple[object, str]] = [
+        (
+            run.debug_train_only and not rollouts and not config.debug.load_debug_rollout_data,
+            f"--debug-train-only trains on committed rollouts, but run {run.run!r} has none in {store.uri}: generate "
+            "them with --debug-rollout-only, or correct --run or --store",
+        ),
+        (
+            run.debug_rollout_only and trained,
+            f"--debug-rollout-only generates with the initial weights, but run {run.run!r} has trained {len(trained)} "
+            "rounds: give another --run, or --no-debug-rollout-only",
+        ),
+        (
+            last is not None and last.policy_version < last.index - max_staleness(last) and not is_debugging,
             f"run {run.run!r} has {len(untrained)} untrained rollouts of {origin}: train on them with "
-            "--debug-train-only, or give another --run"
-        )
+            "--debug-train-only, or give another --run",
+        ),
+    ]
+    check_rules(rules, RunError)
 
 
 def gpu_flow(flow: Flow, config: PostTrainConfig) -> Flow:

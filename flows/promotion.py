@@ -12,7 +12,7 @@ from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import Gate, check_gate
 from penstock.storage.champions import Decision, Policy, read_decisions, record_decision
 from penstock.storage.commit import RunKeys, commit_key
-from penstock.storage.errors import OptionError, RunError
+from penstock.storage.errors import OptionError, RunError, check_rules
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_options import update_mlflow_registry
 
@@ -68,12 +68,11 @@ def parse_gate(own: dict[str, str]) -> Gate:
     """Return the conditions of the promotion, from the command line."""
     if "--data-set" not in own:
         raise OptionError("penstock promote needs --data-set NAME, the data set whose evaluation decides")
-    guards = {}
-    for pair in filter(None, own.get("--guard", "").split(",")):
-        name, equals, tolerance = pair.partition("=")
-        if not equals:
-            raise OptionError(f"--guard takes NAME=X pairs, separated by commas; found {short_repr(pair)}")
-        guards[name.strip()] = parse_number("--guard", tolerance)
+    pairs = [pair for pair in own.get("--guard", "").split(",") if pair]
+    problem = "--guard takes NAME=X pairs, separated by commas; found"
+    check_rules(("=" not in pair, f"{problem} {short_repr(pair)}") for pair in pairs)
+    split = [pair.partition("=") for pair in pairs]
+    guards = {name.strip(): parse_number("--guard", tolerance) for name, _, tolerance in split}
     least = parse_number("--min-reward", own["--min-reward"]) if "--min-reward" in own else None
     return Gate(own["--data-set"], parse_number("--margin", own.get("--margin", "0")), guards, least)
 

@@ -14,6 +14,7 @@ from typing import Any
 from prefect import State
 from prefect.states import Completed
 
+from penstock.engines.families.shape import experts_format
 from penstock.flows.promotion import promote_policy
 from penstock.flows.reporting.observer import Observer
 from penstock.flows.reporting.prefect_page import describe_progress
@@ -21,6 +22,7 @@ from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.debug_runs import check_gates, dump_samples
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
+from penstock.flows.runtime.processes import materialize_fork
 from penstock.flows.runtime.publishing import evaluate_policy
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
@@ -31,7 +33,6 @@ from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_s
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 from penstock.stages.torch_files import fill_template
-from penstock.stages.train.restore import step_ref
 from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused
 from penstock.storage.history.run_record import read_run_record
@@ -93,7 +94,7 @@ def published_policy(newest: int, oldest: int) -> list[str]:
 @stage("restore", needs=lambda session: [["convert"]])
 def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy version, unless all rounds are trained."""
-    session.processes.materialize_fork()
+    materialize_fork(session.processes)
     version = session.run.num_trained_rounds()
     if version < session.run.num_rounds:
         session.display.note_wait("waiting for the trainer (it loads torch, Megatron-core and the policy)")
@@ -159,18 +160,21 @@ def generation_context(
     session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
 ) -> RolloutContext:
     """Return the context of rollouts that engines generate; `engines` returns the URLs of these engines."""
-    train = session.config.train
+    train, processes = session.config.train, session.processes
+    connect = processes.connect
+    if processes.engine_options.return_experts:  # clients also request the experts that each token was routed to
+        connect = partial(connect, experts=experts_format(processes.shape, "--use-rollout-routing-replay"))
     return rollout_context(
         session,
         engines=engines,
         grader=session.grader,
         stop=session.stop,
         on_progress=on_progress,
-        connect=session.processes.connect_for_training,
-        read_counters=session.processes.engine_counters,
+        connect=connect,
+        read_counters=partial(processes.counters, "rollout", "teacher"),
         teacher_top_k=train.stored_top_k,
         teacher_urls=train.opd.opd_teacher_url if train.opd else {},
-        serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
+        serving_teacher=processes.serving_teacher if teacher_options(session.config) else None,
     )
 
 
@@ -203,9 +207,9 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     with session.engines.turns.training(r):
         commit = session.run.store.committed(prefix)
         commit = commit or session.processes.policy_restorer().train_round(r, session.run.reuse)
-    step = step_ref(session.run.keys, session.report_commit(prefix, commit))
+    session.report_commit(prefix, commit)
     check_gates(session.config, commit)
-    return step
+    return StepRef(key=commit_key(prefix), rollout_id=r, policy_version=commit.policy_version)
 
 
 @stage("publish-{version:06d}", needs=lambda session, version: [trained_policy(version)])

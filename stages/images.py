@@ -30,7 +30,7 @@ from penstock.engines.families.shape import image_starts
 from penstock.engines.generation import PromptImage
 from penstock.storage.blobs import read_blob, write_blobs
 from penstock.storage.commit import Commit
-from penstock.storage.errors import DataError, ModelError
+from penstock.storage.errors import DataError, ModelError, check_rules
 from penstock.storage.file_store import FileStore
 from penstock.storage.image_decoding import load_image
 from penstock.storage.samples.sample import Sample
@@ -85,14 +85,19 @@ class ImageProcessor:
         options = _read_json(file)
         options = options.get("image_processor", options)
         kind = options.get("image_processor_type")
-        if kind not in _PROCESSORS or config.get("image_token_id") is None:
-            raise ModelError(
+        rules = [
+            (
+                kind not in _PROCESSORS or config.get("image_token_id") is None,
                 f"{file} has the image processor {kind!r}, and config.json the image token "
                 f"{config.get('image_token_id')!r}; prompts with images need {_PROCESSORS[0]} and an image_token_id: "
-                "use a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint"
-            )
-        if switched_off := [name for name in _STEPS if not options.get(name, True)]:
-            raise ModelError(f"{file} has {switched_off[0]} false, which is not supported: remove the entry")
+                "use a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint",
+            ),
+            *(
+                (not options.get(name, True), f"{file} has {name} false, which is not supported: remove the entry")
+                for name in _STEPS
+            ),
+        ]
+        check_rules(rules, ModelError)
         size = options.get("size") or {}
         bounds: dict[str, Any] = {
             "min_pixels": min_pixels or options.get("min_pixels") or size.get("shortest_edge") or 56 * 56,
@@ -198,7 +203,9 @@ class SampleImages:
     processor: ImageProcessor
 
     def __post_init__(self) -> None:
-        self.process = lru_cache(KEPT_IMAGES)(self._process)
+        self.process = lru_cache(KEPT_IMAGES)(
+            lambda digest: self.processor.process([load_image(read_blob(self.store, digest))])
+        )
         self.scaled_file = lru_cache(KEPT_IMAGES)(self._scaled_file)
 
     def of_prompt(self, token_ids: Sequence[int], digests: Sequence[str]) -> list[PromptImage]:
@@ -234,10 +241,6 @@ class SampleImages:
         """Return (frames, rows, columns) of patches of one image."""
         rows, columns = self.processor.num_blocks(load_image(read_blob(self.store, digest)))
         return 1, rows * self.processor.merge_size, columns * self.processor.merge_size
-
-    def _process(self, digest: str) -> ProcessedImages:
-        """Return the patches of one image."""
-        return self.processor.process([load_image(read_blob(self.store, digest))])
 
 
 def fingerprint_of_images(rollout: Commit) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.storage.errors import PluginError
+from penstock.storage.errors import PluginError, check_rules
 from penstock.storage.preemption import time_limit
 
 # Option that names a function -> the function's name in a file that is given without one.
@@ -73,11 +73,8 @@ class Plugin:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function in a daemon thread and return its result; an async function is awaited. If the function
-        hangs, its thread does not prevent this process from exiting.
-
-        Raises:
-            PluginError: the function raises, or takes longer than `timeout`; the message names the function.
-        """
+        hangs, its thread does not prevent this process from exiting. Raises PluginError if the function raises, or
+        takes longer than `timeout`; the message names the function."""
         result: Future[Any] = Future()
 
         def call_function() -> None:
@@ -193,13 +190,15 @@ def with_function_name(path: str, default_name: str) -> str:
     if default_name in names or (callable(default) and not from_penstock):
         return f"{path}:{default_name}"
     names = [name for name in names if name == "custom_generate" or hasattr(getattr(module, name), METHOD)] or names
-    if not names:
-        raise PluginError(f"{path} defines no function: define {default_name} in it")
-    if len(names) > 1:
-        raise PluginError(
+    rules = [
+        (not names, f"{path} defines no function: define {default_name} in it"),
+        (
+            len(names) > 1,
             f"cannot choose a function of {path}, which defines {', '.join(names)}, but not {default_name}: write "
-            f"{path}:NAME"
-        )
+            f"{path}:NAME",
+        ),
+    ]
+    check_rules(rules, PluginError)
     return f"{path}:{names[0]}"
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.errors import DataError, OptionError
+from penstock.storage.errors import DataError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-def check_template(flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...]) -> None:
-    """Check a path with placeholders. Raises OptionError.
+def template_rules(
+    flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...]
+) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each rule about a path with placeholders.
 
     Args:
         flag: option that names the path, for error messages.
@@ -25,16 +28,13 @@ def check_template(flag: str, template: str, allowed: tuple[str, ...], required:
         allowed: names of placeholders that may occur.
         required: names of placeholders that must occur, because a file would otherwise replace another.
     """
-    if "://" in template:
-        raise OptionError(f"{flag} {template} is a URI: give a local path")
-    found = _PLACEHOLDER.findall(template)
+    found, option = _PLACEHOLDER.findall(template), f"{flag} {template}"
     known = ", ".join(f"{{{name}}}" for name in allowed)
-    if unknown := [name for name in found if name not in allowed]:
-        raise OptionError(f"{flag} {template} has the placeholder {{{unknown[0]}}}: use {known}, without a format")
-    if missing := [name for name in required if name not in found]:
-        raise OptionError(
-            f"{flag} {template} has no {{{missing[0]}}}, so that every file would replace the one before: add it"
-        )
+    yield "://" in template, f"{option} is a URI: give a local path"
+    for name in found:
+        yield name not in allowed, f"{option} has the placeholder {{{name}}}: use {known}, without a format"
+    for name in required:
+        yield name not in found, f"{option} has no {{{name}}}, so that every file would replace the one before: add it"
 
 
 def fill_template(template: str, **values: object) -> Path:
@@ -63,13 +63,12 @@ def load_torch_file(path: Path) -> Any:
     file cannot run code. Raises DataError."""
     import torch
 
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: correct the path, or write it with --save-debug-rollout-data")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many classes for damaged files
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}: {reason}): give a file of torch.save with only tensors, "
-            "numbers, text, lists and dictionaries"
-        ) from None
+    problem = "does not exist: correct the path, or write it with --save-debug-rollout-data"
+    if path.is_file():
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many classes for damaged files
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            content = "only tensors, numbers, text, lists and dictionaries"
+            problem = f"cannot be read ({reason}): give a file of torch.save with {content}"
+    raise DataError(f"{path} {problem}")

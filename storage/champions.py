@@ -90,14 +90,16 @@ def champion(store: Store, model: str) -> Policy | None:
 def export_of_champion(store: Store, model: str) -> str:
     """Return the local directory to which a model's champion was exported."""
     policy = champion(store, model)
-    if policy is None:
-        raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
-    commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
-    if commit is None or commit.attempt is None or not store.is_local:
-        raise RunError(
+    problem = f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`"
+    commit = None
+    if policy is not None:
+        commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
+        problem = (
             f"{policy.name}, the champion of {model!r}, has no export in a local store: promote a policy version that "
             "was exported (the last one of a run is), or give --hf-checkpoint a directory"
         )
+    if commit is None or commit.attempt is None or not store.is_local:
+        raise RunError(problem)
     return store.path(commit.attempt)
 
 

@@ -10,19 +10,23 @@ import base64
 import io
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from penstock.storage.blobs import read_blob
-from penstock.storage.errors import DataError, PenstockError
+from penstock.storage.errors import DataError, PenstockError, check_rules
 from penstock.storage.file_store import FileStore
 
 # Other formats of Pillow are refused: EPS starts another program, and many are rarely tested decoders.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_BYTES = 64 << 20  # of an image file
 MAX_SOURCE_PIXELS = 1 << 26  # 8192 x 8192, 192 MiB in memory; a larger image is refused as a decompression bomb
+_PIXEL_LIMIT = (
+    f"at most {MAX_SOURCE_PIXELS} are decoded (8192 x 8192), since a small file may hold a decompression bomb: "
+    "reduce it"
+)
 MAX_ASPECT_RATIO = 200  # of the Qwen processors
 _ORIENTATION = 0x0112  # EXIF tag
 _HIGH_BYTE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16-bit grey
@@ -42,79 +46,68 @@ def load_image(data: bytes) -> np.ndarray:  # [H, W, 3] uint8
     pictures in a camera's MPO file the first one is read), floating-point pixels, truncated and damaged files, files
     of more than MAX_BYTES, and images of more than MAX_SOURCE_PIXELS pixels, which are not decoded.
     """
-    if not data or len(data) > MAX_BYTES:
-        problem = (
-            f"has {len(data) >> 20} MiB; {MAX_BYTES >> 20} are allowed: reduce it"
-            if data
-            else "has no bytes: restore it"
-        )
-        raise DataError(f"the image {problem}")
+    rules = [
+        (not data, "the image has no bytes: restore it"),
+        (
+            len(data) > MAX_BYTES,
+            f"the image has {len(data) >> 20} MiB; {MAX_BYTES >> 20} are allowed: reduce it",
+        ),
+    ]
+    check_rules(rules, DataError)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_before_decoding(image)
+            check_rules(_rules_before_decoding(image), DataError)
             image.load()
             return _to_rgb(image)
     except DataError:
         raise
-    except Image.DecompressionBombError:
-        raise _too_large_error("more than twice Pillow's limit of pixels") from None
-    except UnidentifiedImageError:
-        raise DataError(
-            f"the image is none of {', '.join(FORMATS)} (it begins with {data[:8]!r}): convert it to PNG or JPEG"
-        ) from None
     except Exception as error:  # the decoders of Pillow raise many types for damaged files
         reason = " ".join(str(error).split())[:100] or type(error).__name__
-        raise DataError(f"the image cannot be decoded ({reason}): restore or remove it") from None
+        problem = f"cannot be decoded ({reason}): restore or remove it"
+        if isinstance(error, Image.DecompressionBombError):
+            problem = f"has more than twice Pillow's limit of pixels, but {_PIXEL_LIMIT}"
+        elif isinstance(error, UnidentifiedImageError):
+            problem = f"is none of {', '.join(FORMATS)} (it begins with {data[:8]!r}): convert it to PNG or JPEG"
+        raise DataError(f"the image {problem}") from None
 
 
-def _check_before_decoding(image: Image.Image) -> None:
+def _rules_before_decoding(image: Image.Image) -> Iterator[tuple[object, str]]:
     width, height = image.size
-    if width * height > MAX_SOURCE_PIXELS:
-        raise _too_large_error(f"{width} x {height} pixels")
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise DataError(
-            f"the image has {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other: "
-            "crop it"
-        )
-    num_frames = getattr(image, "n_frames", 1)
-    if num_frames > 1 and image.format != "MPO":
-        raise DataError(f"the image has {num_frames} frames or pages; one is needed: save the one that is meant")
-
-
-def _too_large_error(size: str) -> DataError:
-    return DataError(
-        f"the image has {size}, but at most {MAX_SOURCE_PIXELS} are decoded (8192 x 8192), since a small file may hold "
-        "a decompression bomb: reduce it"
+    size = f"the image has {width} x {height} pixels"
+    yield width * height > MAX_SOURCE_PIXELS, f"{size}, but {_PIXEL_LIMIT}"
+    yield (
+        max(width, height) > MAX_ASPECT_RATIO * min(width, height),
+        f"{size}; one side may be at most {MAX_ASPECT_RATIO} times the other: crop it",
+    )
+    num_frames = getattr(image, "n_frames", 1)  # Pillow reads the whole file for it, so it comes last
+    yield (
+        num_frames > 1 and image.format != "MPO",
+        f"the image has {num_frames} frames or pages; one is needed: save the one that is meant",
     )
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
     """Return a decoded image as [H, W, 3] uint8, upright, over white."""
-    image = ImageOps.exif_transpose(image) if _has_orientation(image) else image
+    try:
+        has_orientation = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+    except Exception:  # damaged metadata do not make the pixels unreadable
+        has_orientation = False
+    image = ImageOps.exif_transpose(image) if has_orientation else image
     key = image.info.get("transparency")  # a PNG file's transparent colour, with the bits of its channels
     if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 0xFF:
         image.info["transparency"] = tuple(value >> 8 for value in key)
-    if image.mode in _HIGH_BYTE:
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image.info |= {"transparency": key >> 8} if isinstance(key, int) else {}
-    elif image.mode == "I":  # 16-bit values of PPM and TIFF files
+    if image.mode in (*_HIGH_BYTE, "I", "F"):
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise DataError("the image has 32-bit pixels: save it with 8 bits per channel")
+        # PPM and TIFF files have 16-bit values in mode I
+        if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
+            kind = "floating-point" if image.mode == "F" else "32-bit"
+            raise DataError(f"the image has {kind} pixels: save it with 8 bits per channel")
         image = Image.fromarray((values >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        raise DataError("the image has floating-point pixels: save it with 8 bits per channel")
+        image.info |= {"transparency": key >> 8} if isinstance(key, int) else {}
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image.convert("RGB"))
-
-
-def _has_orientation(image: Image.Image) -> bool:
-    try:
-        return image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-    except Exception:  # damaged metadata do not make the pixels unreadable
-        return False
 
 
 # ---- thumbnails ------------------------------------------------------------------------------------------------------

@@ -74,16 +74,15 @@ def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.Abstract
                 config["retries"] = {"total_max_attempts": 3, "mode": "standard"}  # with jitter
             options = {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}
         fs, root = fsspec.core.url_to_fs(uri, **options)
-    except ImportError as error:
-        package = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
-        raise StoreError(
-            f"store {uri!r} needs the package {package}, which is not installed ({error}): pip install {package}"
-        ) from error
     except Exception as error:  # fsspec drivers have their own error types
-        raise StoreError(
-            f"store {uri!r} cannot be opened ({type(error).__name__}: {error}): give --store a local path or a URI "
-            "that fsspec supports, and --store-options that its fsspec driver accepts"
-        ) from error
+        problem = (
+            f"cannot be opened ({type(error).__name__}: {error}): give --store a local path or a URI that fsspec "
+            "supports, and --store-options that its fsspec driver accepts"
+        )
+        if isinstance(error, ImportError):
+            package = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
+            problem = f"needs the package {package}, which is not installed ({error}): pip install {package}"
+        raise StoreError(f"store {uri!r} {problem}") from error
     if _is_s3(fs):
         if not root or root.startswith("/"):
             raise StoreError(f"--store {uri} does not name a bucket: give s3://BUCKET or s3://BUCKET/PREFIX")

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows import cli
-from penstock.flows.config import SECTIONS, SWITCHES, list_options
+from penstock.flows.config import OPTIONS, SECTIONS, SWITCHES
 from penstock.flows.options import refused
 from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.help import SHORT, about_section, first_sentence
@@ -92,7 +92,7 @@ def configuration_page() -> str:
         *common_options(),
     ]
     for section in SECTIONS:
-        options = [(name, field) for owner, name, field in list_options() if owner == section]
+        options = [(name, field) for owner, name, field in OPTIONS if owner == section]
         lines += [f"## [{section}] {SECTION_TITLES[section]}", "", f"{len(options)} options.", ""]
         if section in SWITCHES:
             lines += [plain_text(about_section(section)), ""]
@@ -103,7 +103,7 @@ def configuration_page() -> str:
 
 def common_options() -> Iterator[str]:
     """Yield the section of the options that most runs need: those of `penstock train --help`."""
-    fields = {flag_of_field(name): (name, field) for _, name, field in list_options()}
+    fields = {flag_of_field(name): (name, field) for _, name, field in OPTIONS}
     groups = SHORT["train"].options
     flags = [(title, flag) for title, words in groups.items() for flag in words.split()]
     yield from (

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from penstock.engines.families.shape import Llama3Scaling, Rotary, YarnScaling
 from penstock.storage.disk import read_file
-from penstock.storage.errors import ModelError
+from penstock.storage.errors import ModelError, check_rules
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
@@ -169,18 +169,27 @@ def read_config(path: Path) -> dict[str, Any]:
             status = file.stat()
         except OSError:  # a broken link: reported where the file is read
             continue
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-            raise ModelError(f"{file} is a pipe or a device instead of a file: remove it from the model's directory")
-        if file.suffix in (".json", ".jinja") and status.st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{file} has {status.st_size} bytes, more than {MAX_JSON_BYTES}: download it again")
+        rules = (
+            (
+                not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)),
+                f"{file} is a pipe or a device instead of a file: remove it from the model's directory",
+            ),
+            (
+                file.suffix in (".json", ".jinja") and status.st_size > MAX_JSON_BYTES,
+                f"{file} has {status.st_size} bytes, more than {MAX_JSON_BYTES}: download it again",
+            ),
+        )
+        check_rules(rules, ModelError)
+    values: Any = None
     try:
         values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
+        problem = f"contains a JSON {type(values).__name__} instead of an object: download it again"
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}): make it readable for this user") from None
+        problem = f"cannot be read ({error.strerror}): make it readable for this user"
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({error}): download it again") from None
+        problem = f"is not JSON ({error}): download it again"
     if not isinstance(values, dict):
-        raise ModelError(f"{path} contains a JSON {type(values).__name__} instead of an object: download it again")
+        raise ModelError(f"{path} {problem}")
     return values
 
 

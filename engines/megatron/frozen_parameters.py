@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import VISION
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 from penstock.storage.preemption import time_limit
 
 FREEZE, ONLY_TRAIN = "--freeze-params-name-list", "--only-train-params-name-list"
@@ -39,29 +39,36 @@ def frozen_parameters(
         return vision
     matched: set[str] = set()
     for pattern in patterns:
+        found: set[str] = set()
+        problem = (
+            f" matches no parameter of the model; give a part of a name such as {names[-2]} (a tied LM head is part of "
+            "embedding.word_embeddings.weight)"
+        )
         try:
             with time_limit("the search"):
                 found = {name for name in names if any(re.search(pattern, text) for text in _names_of(shape, name))}
         except TimeoutError as error:
-            raise OptionError(f"{flag} {pattern}: {error}; give a pattern without nested repetitions") from None
+            problem = f": {error}; give a pattern without nested repetitions"
         except (re.error, RecursionError, OverflowError) as error:
-            raise OptionError(f"{flag} {pattern}: not a regular expression ({error}); correct it") from None
+            problem = f": not a regular expression ({error}); correct it"
         if not found:
-            raise OptionError(
-                f"{flag} {pattern} matches no parameter of the model; give a part of a name such as {names[-2]} (a "
-                "tied LM head is part of embedding.word_embeddings.weight)"
-            )
+            raise OptionError(f"{flag} {pattern}{problem}")
         matched |= found
     frozen, given = (matched if freeze else set(names) - matched) | vision, f"{flag} {' '.join(patterns)}"
-    if len(frozen) == len(names):
-        also = ", or add --no-freeze-vision" if vision else ""
-        raise OptionError(f"{given} freezes every parameter: leave some to train{also}")
     of_layer = {name: EXPERT.sub(r".local_experts.*.\2.weight", name) for name in names}
-    if split := sorted({of_layer[name] for name in frozen} & {of_layer[name] for name in set(names) - frozen}):
-        raise OptionError(
-            f"{given} freezes some of {split[0]}: the experts of a layer are frozen together; give "
-            "a pattern without the number of an expert"
-        )
+    split = {of_layer[name] for name in frozen} & {of_layer[name] for name in set(names) - frozen}
+    rules = (
+        (
+            len(frozen) == len(names),
+            f"{given} freezes every parameter: leave some to train{', or add --no-freeze-vision' if vision else ''}",
+        ),
+        (
+            split,
+            f"{given} freezes some of {min(split, default=None)}: the experts of a layer are frozen together; give a "
+            "pattern without the number of an expert",
+        ),
+    )
+    check_rules(rules)
     return frozen
 
 

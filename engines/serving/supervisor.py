@@ -136,13 +136,14 @@ class Supervisor:
                 self._failure = error
 
     def _restart(self, replica: Replica, cause: str) -> None:
-        """Restart an engine and send it the weights, with retries, until it serves the policy version."""
+        """Restart an engine and send it the weights, with retries, until it serves the policy version or the supervisor
+        exits."""
         self._set_live({index: url for index, url in self._live.items() if index != replica.index})
         start = time.monotonic()
         while True:
             with self._lock:
                 if self._stopped.is_set():
-                    raise StartCancelled
+                    return
                 self._count_restart(replica, cause)
                 replica.kill()
                 replica.launch_server()
@@ -154,7 +155,7 @@ class Supervisor:
             try:
                 with self._lock:
                     if self._stopped.is_set():
-                        raise StartCancelled
+                        return
                     if replica.weight_version() != self.version:
                         self.publish([url])
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,13 +29,12 @@ from penstock.engines.sglang.checks import draft_model, is_speculative
 from penstock.engines.sglang.older_release import STREAMING, VISION, to_current_flag
 from penstock.engines.sglang.passthrough import check_router_args, check_sglang_args, to_command_line
 from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, fp8_weights, mean_bytes_per_weight
-from penstock.storage.errors import EngineError, ModelError, OptionError, check_rules
+from penstock.storage.errors import EngineError, ModelError, check_rules
 from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.sglang.client import SGLangClient
-    from penstock.storage.samples.routed_experts import ExpertsFormat
 
 LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 STATIC_SHARE = 0.85  # assumed without --sglang-mem-fraction-static: SGLang 0.5 chooses about 0.83 to 0.9 on 80 GiB
@@ -137,17 +136,10 @@ class SGLangBackend(EngineBackend):
         advice = f"without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
         return [str(LAUNCHER), "--help"], advice
 
-    def connect(
-        self,
-        urls: EngineUrls,
-        timeout: float = 600,
-        *,
-        experts: ExpertsFormat | None = None,
-        router: Callable[[], str | None] | None = None,
-    ) -> SGLangClient:
+    def connect(self, urls: EngineUrls, timeout: float = 600, **options: Any) -> SGLangClient:
         from penstock.engines.sglang.client import SGLangClient
 
-        return SGLangClient(urls, timeout, experts=experts, router=router)
+        return SGLangClient(urls, timeout, **options)
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)
@@ -226,15 +218,18 @@ class SGLangBackend(EngineBackend):
         if has_gpus or options.external:
             return
         drafts = is_speculative(check_sglang_args(options.spec.args))
-        for option, is_given, reason in (
-            ("--rollout-sampling-seeds", options.sampling_seeds, "samples reproducibly only on GPUs"),
-            (self.speculation_flag, drafts, "ignores the temperature when it verifies draft tokens on a CPU"),
-        ):
-            if is_given:
-                raise OptionError(
-                    f"{option} was given, but no GPU was found for the engines, and SGLang {reason}: omit the option, "
-                    "or use a machine with GPUs"
-                )
+        rules = (
+            (
+                is_given,
+                f"{option} was given, but no GPU was found for the engines, and SGLang {reason}: omit the option, or "
+                "use a machine with GPUs",
+            )
+            for option, is_given, reason in (
+                ("--rollout-sampling-seeds", options.sampling_seeds, "samples reproducibly only on GPUs"),
+                (self.speculation_flag, drafts, "ignores the temperature when it verifies draft tokens on a CPU"),
+            )
+        )
+        check_rules(rules)
 
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         directory = Path(options.spec.model_path)

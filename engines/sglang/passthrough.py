@@ -146,10 +146,12 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
     known, checked = sglang_flags(), {}
     for key, value in args.items():
         name = key.lstrip("-").replace("-", "_")
-        if reason := reason_for_refusal(name):
-            raise EngineError(f"{flag_name(name)} is not allowed: {reason}; omit it")
-        if name in DROPPED and name not in known:
-            raise EngineError(f"{flag_name(name)} is not allowed: {DROPPED[name]}")
+        reason = reason_for_refusal(name)
+        rules = (
+            (reason, f"{flag_name(name)} is not allowed: {reason}; omit it"),
+            (name in DROPPED and name not in known, f"{flag_name(name)} is not allowed: {DROPPED.get(name)}"),
+        )
+        check_rules(rules, EngineError)
         name, value = to_current_flag(name, value, set(known))
         _check_known("--sglang-", name, known, "SGLang", "sglang.launch_server")
         checked[name] = value
@@ -169,12 +171,19 @@ def reason_for_refusal(name: str) -> str:
 def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Check the names of SGLang router flags; return the flags with underscores in their names."""
     known = router_flags()
-    if not known:
-        raise EngineError("sglang-router is not installed: pip install sglang-router, or omit --use-router")
     checked = {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
+    rules = (
+        (not known, "sglang-router is not installed: pip install sglang-router, or omit --use-router"),
+        *(
+            (
+                name in ROUTER_RESERVED,
+                f"{flag_name(name, '--router-')} is not allowed: {ROUTER_RESERVED.get(name)}; omit it",
+            )
+            for name in checked
+        ),
+    )
+    check_rules(rules, EngineError)
     for name in checked:
-        if name in ROUTER_RESERVED:
-            raise EngineError(f"{flag_name(name, '--router-')} is not allowed: {ROUTER_RESERVED[name]}; omit it")
         _check_known("--router-", name, known, "sglang-router", "sglang_router.launch_router")
     return checked
 

@@ -195,6 +195,7 @@ class WeightUpdate:
         # One thread for each server, one to broadcast, and one to abort a broadcast.
         self.pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")
         self._with_cache, self._without_cache = urls, list[str]()  # URLs of servers with a KV cache, or a released one
+        self._flushed: list[str] = []  # URLs of servers whose prefix cache the last bucket flushes
         self._in_session: list[str] = []  # URLs with an open /begin_weight_update
 
     def __enter__(self) -> WeightUpdate:
@@ -206,6 +207,8 @@ class WeightUpdate:
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._with_cache = [url for url in self.urls if control.has_kv_cache(versions[url])]
             self._without_cache = [url for url in self.urls if url not in self._with_cache]
+            # Paused requests use the prefix cache of the other servers.
+            self._flushed = [] if self.in_flight == "in_place" else self._with_cache
             # With "retract" running requests return to the waiting queue, so that the KV cache can be flushed; with
             # "in_place" they keep their KV cache.
             mode = {"mode": self.in_flight or "retract"}
@@ -296,11 +299,6 @@ class WeightUpdate:
         if not self._in_session:
             self._in_session = [url for url, (release, _) in self.facts.items() if release >= older_release.CURRENT]
             self._call_all(begin, self._in_session)
-
-    @property
-    def _flushed(self) -> list[str]:
-        """Return the servers whose prefix cache the last bucket flushes: with a KV cache unused by paused requests."""
-        return [] if self.in_flight == "in_place" else self._with_cache
 
     def _resume_generation(self) -> None:
         """Resume generation on all servers, also after a failed update. If a server cannot resume, only log it."""

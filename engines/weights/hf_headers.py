@@ -22,7 +22,7 @@ from penstock.engines.families import tensor_layout
 from penstock.engines.families.entries import check_not_gguf
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import TensorLayout
-from penstock.storage.errors import ModelError
+from penstock.storage.errors import ModelError, check_rules
 
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"  # suffix of the tensor with the scales of an fp8 weight
@@ -83,19 +83,24 @@ def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor
                 TensorLocation(path, start + entry["data_offsets"][0], entry["dtype"]), tuple(entry["shape"])
             )
     index = directory / INDEX
-    listed = read_index(index) if index.is_file() and files == weight_files(directory) else {}
-    if lost := sorted(
-        name for name, file in listed.items() if name not in tensors or tensors[name].location.path.name != file
-    ):
-        raise ModelError(
-            f"{index} lists the tensor {lost[0]} in {listed[lost[0]]}, but {listed[lost[0]]} does not contain this "
-            f"tensor ({len(lost)} tensors are missing): download both files again"
-        )
-    if listed and (unlisted := sorted(tensors.keys() - listed.keys())):
-        raise ModelError(
-            f"{index} does not list the tensor {unlisted[0]} of {tensors[unlisted[0]].location.path.name} "
-            f"({len(unlisted)} tensors are not listed), so other programs would not load it: download the index again"
-        )
+    if not index.is_file() or files != weight_files(directory):
+        return tensors
+    listed, stored = read_index(index), {name: tensor.location.path.name for name, tensor in tensors.items()}
+    lost, unlisted = {name for name, file in listed.items() if stored.get(name) != file}, stored.keys() - listed.keys()
+    first_lost, first_unlisted = min(lost, default=""), min(unlisted, default="")
+    rules = (
+        (
+            lost,
+            f"{index} lists the tensor {first_lost} in {listed.get(first_lost)}, but {listed.get(first_lost)} does not "
+            f"contain this tensor ({len(lost)} tensors are missing): download both files again",
+        ),
+        (
+            unlisted,
+            f"{index} does not list the tensor {first_unlisted} of {stored.get(first_unlisted)} "
+            f"({len(unlisted)} tensors are not listed), so other programs would not load it: download the index again",
+        ),
+    )
+    check_rules(rules, ModelError)
     return tensors
 
 
@@ -240,17 +245,21 @@ def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
 def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout) -> None:
     """Check that a checkpoint has exactly the tensors of its model, in the expected shapes."""
     needed = layout.hf_shapes.keys()
-    if missing := sorted(needed - shapes.keys()):
-        raise ModelError(
-            f"{directory} lacks {len(missing)} tensors that config.json requires, e.g. {missing[0]}: "
-            "download the checkpoint again, or correct config.json"
-        )
-    unknown = sorted(name for name in shapes.keys() - needed - layout.copies.keys() if not layout.is_untrained(name))
-    if unknown:
-        raise ModelError(
-            f"{directory} has {unknown[0]} ({len(unknown)} unknown tensors), which {layout.shape.family} models do not "
-            "have: use an unmodified checkpoint of this family"
-        )
+    missing = needed - shapes.keys()
+    unknown = {name for name in shapes.keys() - needed - layout.copies.keys() if not layout.is_untrained(name)}
+    rules = (
+        (
+            missing,
+            f"{directory} lacks {len(missing)} tensors that config.json requires, e.g. {min(missing, default=None)}: "
+            "download the checkpoint again, or correct config.json",
+        ),
+        (
+            unknown,
+            f"{directory} has {min(unknown, default=None)} ({len(unknown)} unknown tensors), which "
+            f"{layout.shape.family} models do not have: use an unmodified checkpoint of this family",
+        ),
+    )
+    check_rules(rules, ModelError)
     for name in sorted(needed) + sorted(layout.copies.keys() & shapes.keys()):
         expected = layout.hf_shapes[layout.copies.get(name, name)]
         if shapes[name] != expected:

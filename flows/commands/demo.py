@@ -33,7 +33,7 @@ from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.panel import end_wait, show_wait
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import OptionError, PenstockError, RunError
+from penstock.storage.errors import OptionError, PenstockError, RunError, check_rules
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
@@ -87,16 +87,16 @@ def main(argv: list[str]) -> int:
     seed = parse_integer("--seed", own.get("--seed", "0"))
     num_rollout = parse_integer("--num-rollout", own["--num-rollout"]) if "--num-rollout" in own else None
     kill, model = "--kill" in own, Path(own["--model-only"]) if "--model-only" in own else None
-    for wrong, problem in (
-        (seed >= MAX_SEED, f"--seed takes an integer below {MAX_SEED}; found {seed}"),
-        (model is not None and model.exists(), f"{model} exists: give --model-only a new directory"),
+    check_rules(
         (
-            kill and num_rollout is not None and num_rollout < 4,
-            f"--kill needs at least 4 rounds; found --num-rollout {num_rollout}: give 4 or more",
-        ),
-    ):
-        if wrong:
-            raise OptionError(problem)
+            (seed >= MAX_SEED, f"--seed takes an integer below {MAX_SEED}; found {seed}"),
+            (model is not None and model.exists(), f"{model} exists: give --model-only a new directory"),
+            (
+                kill and num_rollout is not None and num_rollout < 4,
+                f"--kill needs at least 4 rounds; found --num-rollout {num_rollout}: give 4 or more",
+            ),
+        )
+    )
     if model is not None:
         print(f"{make_tiny_model(model, seed)}: give it to --hf-checkpoint")
         return 0
@@ -128,11 +128,13 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     sft = recipe_config("sft", directory, model, data / "sft.jsonl", seed)
     if code := run_flow("sft", sft):
         return code
+    store = open_store(sft.run)
+    exported = store.committed(RunKeys(sft.run.run).export_prefix(sft.run.num_rollout))
+    assert exported is not None and exported.attempt is not None, "the sft flow ended without an export"
     rounds = {} if num_rollout is None else {"num_rollout": num_rollout}
     evaluation = {"eval_prompt_data": [["heldout", str(data / "heldout.jsonl")]]}
-    grpo = recipe_config(
-        "grpo", directory, export_directory(sft), data / "train.jsonl", seed, run=rounds, eval=evaluation
-    )
+    trained = Path(store.path(exported.attempt))
+    grpo = recipe_config("grpo", directory, trained, data / "train.jsonl", seed, run=rounds, eval=evaluation)
     if code := run_flow("train", grpo):
         return code
     print(
@@ -218,14 +220,6 @@ def recipe_config(
     for section, options in [*own.items(), *more.items()]:
         values[section] = values.get(section, {}) | options
     return validate_config(values)
-
-
-def export_directory(config: PostTrainConfig) -> Path:
-    """Return the directory of the model that a finished run has exported."""
-    store = open_store(config.run)
-    commit = store.committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
-    assert commit is not None and commit.attempt is not None, "the sft flow ended without an export"
-    return Path(store.path(commit.attempt))
 
 
 # ---- penstock demo --kill --------------------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.flows.config import (
+    OPTIONS,
     Flow,
     Plan,
     PostTrainConfig,
     RunConfig,
-    list_options,
     options_by_mutability,
     with_options,
 )
-from penstock.flows.options.adapters import check_fork_can_publish
+from penstock.flows.options.adapters import describe_other_base
 from penstock.flows.options.argv import check_run_name, flag_of_field, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
@@ -36,7 +36,7 @@ from penstock.flows.runtime.runs import (
 from penstock.storage.commit import Commit, RunKeys, commit_key, decode_record, has_matching_digest
 from penstock.storage.config import entries_of
 from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import OptionError, RunError, StoreError
+from penstock.storage.errors import OptionError, RunError, StoreError, check_rules
 from penstock.storage.history.run_record import (
     ForkRecord,
     ParentRecord,
@@ -137,7 +137,10 @@ def create_fork(
     # A fork at round 0 with other initial weights shares nothing: the parent's version 0 is another model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
     entry = make_parent_record(store, parent, config, at_round, restart_data, num_reused)
-    check_fork_can_publish(config.flow, config, entry)
+    has_engines = config.flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
+    publish = config.train.lora and config.train.lora.lora_publish
+    if has_engines and publish == "adapter" and (reason := describe_other_base(config, entry)):
+        raise OptionError(f"--lora-publish adapter is not possible: {reason}; use --lora-publish merged")
     recorded = config.model_dump(mode="json", exclude=_CREDENTIALS)
     reserve_run_name(store, new, ForkRecord(flow=config.flow, config=recorded, parent=entry))
     if is_removed(store, old) or describe_removing_process(store, old):
@@ -179,54 +182,59 @@ def plan_fork(
     """Return the plan of a fork: the options of the parent, replaced by those in `argv`. Raises OptionError if they
     cannot change at round `at_round`, or in a fork that reuses rollouts (`reuses`)."""
     given = parse_values(argv)
-    if "run" in given.get("run", {}):
-        raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
+    bound = RunConfig.model_fields["min_effective_sample_size"].default
+    rules = (
+        ("run" in given.get("run", {}), "penstock fork takes the new run's name as --name: leave out --run"),
+        (
+            not reuses and given.get("run", {}).get("min_effective_sample_size", bound) != bound,
+            "--min-effective-sample-size has no effect without --reuse-rollouts: add it, or omit both",
+        ),
+    )
+    check_rules(rules)
     record, options = read_run_record(store, RunKeys(parent.run.run)), dict[str, Any]()
     if reuses:
-        options = _NO_ENGINES | {"num_rollout": count_reusable_rounds(store, flow, parent, given, name, at_round)}
+        options = _NO_ENGINES | {"num_rollout": count_reusable_rounds(store, Flow(flow), parent, given, name, at_round)}
     elif record and record.parent and record.parent.num_reused:
         options = {"debug_train_only": False}
-    bound = RunConfig.model_fields["min_effective_sample_size"].default
-    if not reuses and given.get("run", {}).get("min_effective_sample_size", bound) != bound:
-        raise OptionError("--min-effective-sample-size has no effect without --reuse-rollouts: add it, or omit both")
     config = with_options(parent, "run", {"min_effective_sample_size": bound} | options)
     if reuses:
         config = with_options(config, "debug", dict.fromkeys(_LOADS_FILES))
     config = with_options(update_config_from_argv(config, argv), "run", {"run": name})
     config = resolve(flow, config, store)
-    problems = [*problems_of_reuse(parent, config, options["num_rollout"], at_round)] if reuses else []
-    problems += problems_of_fork(parent, config, at_round)
-    if problems:
-        raise OptionError(problems[0])
+    if reuses:
+        check_rules(reuse_rules(parent, config, options["num_rollout"], at_round))
+    check_rules(fork_rules(parent, config, at_round))
     return config
 
 
-def problems_of_fork(parent: PostTrainConfig, config: Plan, at_round: int) -> Iterator[str]:
-    """Yield why a fork at round `at_round` cannot have the options of `config`."""
+def fork_rules(parent: PostTrainConfig, config: Plan, at_round: int) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each rule about the options of a fork at round `at_round`."""
     before, after = parent.train, config.train
     for name in ("freeze_params_name_list", "only_train_params_name_list", "freeze_vision"):
-        if at_round > 0 and getattr(after, name) != getattr(before, name):
-            yield (
-                f"{flag_of_field(name)} cannot change at round {at_round}, because the optimizer has no state of "
-                "frozen parameters: fork at round 0, or start a new run with --load"
-            )
-    if at_round > 0 and before.lora and (after.lora is None or after.lora.adapters != before.lora.adapters):
         yield (
-            f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
-            "were trained with them: keep them, fork at round 0, or export the run and start a new one with --load"
+            at_round > 0 and getattr(after, name) != getattr(before, name),
+            f"{flag_of_field(name)} cannot change at round {at_round}, because the optimizer has no state of "
+            "frozen parameters: fork at round 0, or start a new run with --load",
         )
-    if (rounds := config.run.num_rollout) < at_round:
-        yield f"--num-rollout {rounds} is less than the {at_round} shared rounds: give at least {at_round}"
+    yield (
+        at_round > 0 and before.lora and (after.lora is None or after.lora.adapters != before.lora.adapters),
+        f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
+        "were trained with them: keep them, fork at round 0, or export the run and start a new one with --load",
+    )
+    yield (
+        config.run.num_rollout < at_round,
+        f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: give at least {at_round}",
+    )
 
 
-def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_round: int) -> Iterator[str]:
-    """Yield why a fork with --reuse-rollouts cannot have the options of `config`: it has no round to train of the
-    `available` ones, or changes options that do not apply to stored samples."""
-    if not at_round < config.run.num_rollout <= available:
-        yield (
-            f"--num-rollout {config.run.num_rollout} with --reuse-rollouts must be above --at {at_round} and at most "
-            f"{available}, the number of rollouts of {parent.run.run}"
-        )
+def reuse_rules(parent: PostTrainConfig, config: Plan, available: int, at_round: int) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each rule about a fork with --reuse-rollouts: it must have a round to
+    train of the `available` ones, and keep the options that do not apply to stored samples."""
+    yield (
+        not at_round < config.run.num_rollout <= available,
+        f"--num-rollout {config.run.num_rollout} with --reuse-rollouts must be above --at {at_round} and at most "
+        f"{available}, the number of rollouts of {parent.run.run}",
+    )
     before, after = (options_by_mutability(with_absolute_paths(each), "identity") for each in (parent, config))
     generating = [name for name in after if name.startswith(_GENERATING)]
     changed = [flag_of_field(name.rpartition(".")[2]) for name in generating if after[name] != before[name]]
@@ -234,8 +242,9 @@ def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_
         changed.append("the model at round 0 (--hf-checkpoint, --load, --ref-load)")
     for what in changed:
         yield (
+            True,
             f"{what} cannot change with --reuse-rollouts, because the stored samples were made with the old value: "
-            "keep it, or fork without --reuse-rollouts, which generates new samples"
+            "keep it, or fork without --reuse-rollouts, which generates new samples",
         )
     old, new = parent.train, config.train
     for flag, needs, has in (
@@ -243,26 +252,30 @@ def problems_of_reuse(parent: PostTrainConfig, config: Plan, available: int, at_
         ("a teacher in an engine", new.reads_teacher_logprobs, old.reads_teacher_logprobs),
         (f"--opd-top-k {new.stored_top_k}", new.stored_top_k, old.stored_top_k),
     ):
-        if needs > has:
-            yield (
-                f"{flag} needs data that are stored when samples are generated, but {parent.run.run} was started "
-                f"without it: omit {flag}"
-            )
+        yield (
+            needs > has,
+            f"{flag} needs data that are stored when samples are generated, but {parent.run.run} was started "
+            f"without it: omit {flag}",
+        )
 
 
 def count_reusable_rounds(
-    store: Store, flow: str, parent: PostTrainConfig, given: RecordedConfig, name: str, at_round: int
+    store: Store, flow: Flow, parent: PostTrainConfig, given: RecordedConfig, name: str, at_round: int
 ) -> int:
     """Return the number of rounds of the parent whose rollouts the fork `name` can have. Raises InputError if the fork
     cannot reuse them, or if an option in `given` has no effect in such a fork."""
     keys = RunKeys(parent.run.run)
-    if flow != Flow.TRAIN:
-        raise OptionError(
-            f"--reuse-rollouts needs a run of `penstock train`, but {keys.run} is one of `{flow}`: omit it"
-        )
     unused = {**dict.fromkeys(_NO_ENGINES, "run"), "prompt_data": "rollout"}  # option -> its section
-    for flag in (flag_of_field(option) for option, section in unused.items() if option in given.get(section, {})):
-        raise OptionError(f"{flag} has no effect with --reuse-rollouts, which starts no engines: omit {flag}")
+    rules: list[tuple[object, str]] = [
+        (
+            not flow.has_rollouts,
+            f"--reuse-rollouts needs a run of `penstock train`, but {keys.run} is one of `{flow}`: omit it",
+        )
+    ]
+    for option, section in unused.items():
+        problem = "{0} has no effect with --reuse-rollouts, which starts no engines: omit {0}"
+        rules.append((option in given.get(section, {}), problem.format(flag_of_field(option))))
+    check_rules(rules)
     available = _num_consecutive(store.committed_indices(f"{keys.prefix}/rollouts"))
     if reserved := store.read_record(ForkRecord, RunKeys(name).fork):
         available = min(available, reserved.parent.reused_rounds.stop)  # the parent has generated more since
@@ -278,7 +291,7 @@ def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tu
         with_absolute_paths(each).model_dump(mode="json", exclude={"run": {"run", "store", "store_options"}})
         for each in (parent, config)
     )
-    values = [(name, entries_of(before, s).get(name), entries_of(after, s).get(name)) for s, name, _ in list_options()]
+    values = [(name, entries_of(before, s).get(name), entries_of(after, s).get(name)) for s, name, _ in OPTIONS]
     return [(name, old, new) for name, old, new in values if old != new]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.flows.config import SECTIONS, PostTrainConfig, validate_config
+from penstock.flows.config import SECTIONS, Flow, PostTrainConfig, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import (
     flag_of_field,
@@ -49,7 +49,7 @@ from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import make_grader
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.errors import OptionError, RunError
+from penstock.storage.errors import OptionError, RunError, check_rules
 from penstock.storage.history.run_record import RunRecord
 from penstock.storage.report.data import task_of
 from penstock.storage.store import Store
@@ -92,14 +92,18 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, _OWN)
     run, given = parse_run_argument("regrade", positional), parse_scoring_options(rest)
     limit, detect = parse_number("--fail-above", own.get("--fail-above", "1")), "--detectors" in own
-    if limit > 1:
-        raise OptionError(f"--fail-above takes a share from 0 to 1; found {own['--fail-above']}")
     _, config = read_flow_and_config(given.run, run)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     record = read_existing_record(store, keys)
     sources = select_sources(store, keys, record, own)
-    if detect and sources[0][0]:
-        raise OptionError("--detectors reads training rounds, but none is selected: add --rounds, or omit --detectors")
+    rules = (
+        (limit > 1, f"--fail-above takes a share from 0 to 1; found {limit:g}"),
+        (
+            detect and sources[0][0],
+            "--detectors reads training rounds, but none is selected: add --rounds, or omit --detectors",
+        ),
+    )
+    check_rules(rules)
     commits = regrade_all(store, record, config, given, sources, detect)
     print(f"{run} in {store.uri}, graded again")
     print_changes(commits)
@@ -141,7 +145,7 @@ def select_sources(store: Store, keys: RunKeys, record: RunRecord, own: Mapping[
         raise OptionError(f"--rounds takes a round or a range, 3 or 3-10; found {short_repr(own['--rounds'])}")
     chosen_rounds = range(int(bounds[1]), int((bounds[2] or bounds[1]).removeprefix("-")) + 1)
     # demonstrations have no rewards
-    rounds = [] if record.flow == "sft" else store.committed_indices(f"{keys.prefix}/rollouts")
+    rounds = [] if Flow(record.flow).has_demonstrations else store.committed_indices(f"{keys.prefix}/rollouts")
     evaluated = [
         (name, int(index))
         for index in store.list(f"{keys.prefix}/evals")

@@ -10,7 +10,7 @@ from penstock.flows.runtime.runs import open_named_store, unknown_run_error
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys, commit_key
-from penstock.storage.errors import DataError, OptionError, RunError
+from penstock.storage.errors import DataError, OptionError, RunError, check_rules
 from penstock.storage.store import Store
 
 COMPARE_USAGE = """penstock eval --compare A B [--store URI ...]
@@ -63,11 +63,15 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     if store.read(keys.record) is None:
         raise unknown_run_error(store, run)
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
-    if not versions:
-        raise RunError(f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data")
-    if slash and version not in map(str, versions):
-        existing = ", ".join(map(str, versions))
-        raise RunError(f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of {existing}")
+    existing = ", ".join(map(str, versions))
+    rules = (
+        (not versions, f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data"),
+        (
+            slash and version not in map(str, versions),
+            f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of {existing}",
+        ),
+    )
+    check_rules(rules, RunError)
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]

@@ -23,12 +23,12 @@ from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.weights.hf_headers import block_size, check_weights, stored_tensors, weight_files
 from penstock.flows.config import (
+    OPTIONS,
     Flow,
     Plan,
     PostTrainConfig,
     check_secrets,
     derive,
-    list_options,
     option_value,
 )
 from penstock.flows.gpu_plan import check_gpu_sizes, check_layout, plan_gpu_memory
@@ -217,7 +217,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     engine, of_engine = config.rollout.engine, config.rollout.engine_options
     of_paths = engine_backend(engine).path_flags
     paths += [(engine_flag(engine, name), str(of_engine[name])) for name in of_paths if name in of_engine]
-    for section, name, _ in list_options():
+    for section, name, _ in OPTIONS:
         value = option_value(config, section, name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
             paths.append((flag_of_field(name), value.partition(".py")[0] + ".py"))
@@ -337,7 +337,7 @@ def describe_weights(config: PostTrainConfig) -> str:
 def option_rows(config: Plan) -> Iterator[Row]:
     """Yield a row for each option that the user gave and that differs from its default, except secrets."""
     title = "options"
-    for section, name, field in list_options():
+    for section, name, field in OPTIONS:
         value = option_value(config, section, name)
         is_default = value == field.get_default(call_default_factory=True)
         if name in entries_of(config.given, section) and not is_default and not field_meta(field).secret:

@@ -16,7 +16,7 @@ from penstock.flows.runtime.runs import open_named_store
 from penstock.flows.terminal.console import wide_console
 from penstock.storage.blobs import DIRECTORY
 from penstock.storage.commit import eval_rewards, model_title
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
@@ -36,11 +36,12 @@ USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
 def main(argv: list[str]) -> int:
     """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--json": False, "--dot": False})
-    if len(positional) != 1:
-        found = f"; found {short_repr(' '.join(positional))}" if positional else ""
-        raise OptionError(f"penstock lineage needs one reference{found}: {REFERENCES}")
-    if len(own) > 1:
-        raise OptionError("--json and --dot cannot be combined: give one of them")
+    found = f"; found {short_repr(' '.join(positional))}" if positional else ""
+    rules = (
+        (len(positional) != 1, f"penstock lineage needs one reference{found}: {REFERENCES}"),
+        (len(own) > 1, "--json and --dot cannot be combined: give one of them"),
+    )
+    check_rules(rules)
     store = open_named_store(rest, "lineage")
     graph = read_lineage(store)
     node = find_node(graph, store, positional[0])

@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from penstock.flows.config import derive, list_options, validate_config
+from penstock.flows.config import OPTIONS, derive, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.runtime.runs import latest_schedule_options, open_named_store, unknown_run_error
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.config import entries_of
-from penstock.storage.errors import DataError, InputError, OptionError, StoreError
+from penstock.storage.errors import DataError, InputError, StoreError, check_rules
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
 from penstock.storage.report.page import DEFAULT_MAX_SAMPLES, GENERATOR, build_page, collect_samples
@@ -49,17 +49,17 @@ def main(argv: list[str]) -> int:
     output = Path(own.get("--output", f"{run}.html"))
     given = f"--output {short_repr(str(output))}"
     is_report = output.is_file() and GENERATOR.encode() in output.read_bytes()[:1000]
-    for wrong, problem in (
-        (max_samples < 1, f"--max-samples {max_samples} is not positive: give at least 1"),
-        (output.is_dir(), f"{given} is a directory: give the name of a file in it"),
-        (not output.absolute().parent.is_dir(), f"{given}: its directory does not exist: create it first"),
+    check_rules(
         (
-            output.exists() and not is_report,
-            f"{given} exists and is not a report of this command: move it, or give another file",
-        ),
-    ):
-        if wrong:
-            raise OptionError(problem)
+            (max_samples < 1, f"--max-samples {max_samples} is not positive: give at least 1"),
+            (output.is_dir(), f"{given} is a directory: give the name of a file in it"),
+            (not output.absolute().parent.is_dir(), f"{given}: its directory does not exist: create it first"),
+            (
+                output.exists() and not is_report,
+                f"{given} exists and is not a report of this command: move it, or give another file",
+            ),
+        )
+    )
     store = open_named_store(rest, "report")
     start = time.monotonic()
     page = make_report(store, run, max_samples).encode("utf-8")
@@ -95,11 +95,11 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
 
 
 def option_rows(config: dict[str, Any]) -> list[OptionRow]:
-    """Return all options of a recorded config with their values and defaults, in the order of `list_options`. Defaults
+    """Return all options of a recorded config with their values and defaults, in the order of `OPTIONS`. Defaults
     that are derived from other options are those of a run for which no options are given."""
     minimal = derive(validate_config({})).model_dump(mode="json")
     rows = []
-    for section, name, field in list_options():
+    for section, name, field in OPTIONS:
         own = field.get_default(call_default_factory=True)
         default = None if own is PydanticUndefined else entries_of(minimal, section).get(name, own)
         value = entries_of(config, section).get(name, default)

@@ -12,7 +12,7 @@ from penstock.flows.options.flags import parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.runs import config_history, open_named_store, read_existing_record
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import OptionError, RunError, TrackerError
+from penstock.storage.errors import OptionError, RunError, TrackerError, check_rules
 from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.deletion import is_removed
@@ -52,16 +52,16 @@ def main(argv: list[str]) -> int:
     """Run `penstock report --to`. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
     to = own["--to"]  # always given: without --to, `penstock report` runs another command
-    for wrong, problem in (
-        (to not in TRACKERS, f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}"),
-        ("--tracking-uri" in own and to != "mlflow", f"--tracking-uri has no effect with --to {to}: leave it out"),
+    check_rules(
         (
-            ("--all" in own) == bool(names),
-            "penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them",
-        ),
-    ):
-        if wrong:
-            raise OptionError(problem)
+            (to not in TRACKERS, f"penstock report --to takes {'|'.join(TRACKERS)}; found {to}"),
+            ("--tracking-uri" in own and to != "mlflow", f"--tracking-uri has no effect with --to {to}: leave it out"),
+            (
+                ("--all" in own) == bool(names),
+                "penstock report --to needs the names of runs, or --all instead; `penstock runs` lists them",
+            ),
+        )
+    )
     of_tracker = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
     argv_of: dict[bool, list[str]] = {True: [], False: []}  # whether flags belong to the tracker -> their arguments
     for name, values in split_flags(rest):
@@ -121,7 +121,7 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
     run = with_absolute_paths(validate_config({"run": values})).run
     if to == "mlflow":
         check_url("--tracking-uri", run.mlflow_tracking_uri, MLFLOW)
-    TRACKERS[to].check_options(run)
+    check_rules(TRACKERS[to].machine_rules(run))
     uri = TRACKERS[to].uri_of(run, store)
     if uri is None:
         raise OptionError(f"--{to}-mode disabled sends nothing: give online or offline")

@@ -32,7 +32,7 @@ from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_red
 from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, seconds_by_stage
 from penstock.flows.terminal.panel import Activity, Panel, end_wait, show_wait
 from penstock.storage.commit import Commit, RunKeys, is_run_name
-from penstock.storage.errors import OptionError, PenstockError
+from penstock.storage.errors import OptionError, PenstockError, check_rules
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.history.run_status import (
     STATUS_SECONDS,
@@ -76,13 +76,13 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--port": True, "--terminal": False})
     run = "".join(positional[:1])
     port = parse_integer("--port", own.get("--port", "0"))
-    for wrong, problem in (
-        (len(positional) > 1, f"penstock watch takes at most one run, not {len(positional)}: leave out the others"),
-        (port >= 1 << 16, f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one"),
-        ("--terminal" in own and not run, "penstock watch --terminal shows one run: give its name"),
-    ):
-        if wrong:
-            raise OptionError(problem)
+    check_rules(
+        (
+            (len(positional) > 1, f"penstock watch takes at most one run, not {len(positional)}: leave out the others"),
+            (port >= 1 << 16, f"--port {port} is not a port: give a number from 1 to 65535, or 0 for any free one"),
+            ("--terminal" in own and not run, "penstock watch --terminal shows one run: give its name"),
+        )
+    )
     if run:
         opened = [store_with_run(rest, run)]
     else:
@@ -242,7 +242,8 @@ def watch_in_terminal(store: Store, keys: RunKeys) -> int:
         region.stop()
     state = panel.state
     console.print(
-        f"{keys.run}: {panel.panel.num_done} of {panel.panel.num_rounds} rounds, {state.outcome.lower() or state.kind}"
+        f"{keys.run}: {panel.panel.rounds.done} of {panel.panel.rounds.planned} rounds, "
+        f"{state.outcome.lower() or state.kind}"
     )
     return 0
 
@@ -271,7 +272,7 @@ class RemotePanel:
         if self._starts:
             panel.started_at = self._starts[-1][0].at + offset
         shown: RunStatus | None = status if self.state.kind in ("running", "silent") else None
-        panel.activities = [
+        panel.activities.running = [
             Activity(each.title, each.stage, each.since + offset, done=each.done, total=each.total)
             for each in (shown.activities if shown else ())
         ]
@@ -282,14 +283,14 @@ class RemotePanel:
 
     def _add(self, commit: Commit, at: float) -> None:
         panel = self.panel
-        panel.add_to_curves(commit)
+        panel.curves.add(commit)
         if commit.kind == "rollout":
             self._rollouts[commit.index] = commit
-            panel.samples = format_sample_preview(commit, MAX_COLUMNS)
+            panel.rounds.samples = format_sample_preview(commit, MAX_COLUMNS)
         elif commit.kind == "step":
             rollout = self._rollouts.pop(commit.index, None)
             spent = seconds_by_stage([each for each in (rollout, commit) if each], [])
-            panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
-            panel.finish_round(commit.index, at)
-        stages = {"step": "train"} | ({"rollout": "data"} if panel.flow == "sft" else {})
-        panel.finished.add(stages.get(commit.kind, commit.kind))
+            panel.rounds.durations = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
+            panel.rounds.finish(commit.index, at)
+        stages = {"step": "train"} | ({"rollout": "data"} if "data" in panel.stages else {})
+        panel.activities.finished.add(stages.get(commit.kind, commit.kind))

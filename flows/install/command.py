@@ -29,7 +29,7 @@ from typing import Any
 
 import penstock
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
-from penstock.storage.errors import InstallError, OptionError
+from penstock.storage.errors import InstallError, check_rules
 
 PROJECT = "penstock-rl"
 LOCKS = Path(penstock.__file__).parent / "environment" / "lock"
@@ -72,10 +72,12 @@ PIP_SETTINGS = {  # used unless the user has set them
 def main(argv: list[str]) -> int:
     """Run `penstock setup`. Return 0, or 1 if --check finds that something is missing."""
     positional, own, rest = split_args(argv, FLAGS)
-    if unknown := positional + rest:
-        raise OptionError(f"penstock setup does not take {short_repr(unknown[0])}: see penstock setup --help")
-    if "--cpu" in own and "--cuda" in own:
-        raise OptionError("--cpu and --cuda cannot be combined: give one of them, or none to detect CUDA")
+    unknown = [*positional, *rest]
+    rules = (
+        (unknown, f"penstock setup does not take {short_repr(''.join(unknown[:1]))}: see penstock setup --help"),
+        ("--cpu" in own and "--cuda" in own, "--cpu and --cuda cannot be combined: give one, or none to detect CUDA"),
+    )
+    check_rules(rules)
     if find_spec("pip") is None:
         raise InstallError(f"{sys.executable} has no pip: run {sys.executable} -m ensurepip, then repeat the command")
     source = checkout()
@@ -134,10 +136,9 @@ def parse_extras(text: str, source: Path | None) -> list[str]:
             f"penstock-rl is not installed in {sys.prefix}: run {sys.executable} -m pip install --no-deps penstock-rl"
         ) from error
     extras = [name.strip() for name in text.split(",") if name.strip()]
-    for name in extras:
-        if name not in known or name in ("cpu", "gpu"):
-            choices = ", ".join(sorted(set(known) - {"cpu", "gpu"}))
-            raise OptionError(f"--with takes names of {choices}, separated by commas; found {short_repr(name)}")
+    choices = sorted(set(known) - {"cpu", "gpu"})
+    problem = f"--with takes names of {', '.join(choices)}, separated by commas; found"
+    check_rules((name not in choices, f"{problem} {short_repr(name)}") for name in extras)
     return extras
 
 

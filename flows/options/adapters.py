@@ -10,7 +10,7 @@ from penstock.engines.families import read_shape
 from penstock.engines.generation import PublishedAdapter
 from penstock.engines.lora import adapter_targets, served_config, served_modules, served_tensors
 from penstock.engines.options import ServedAdapters
-from penstock.flows.config import Flow, PostTrainConfig
+from penstock.flows.config import PostTrainConfig
 from penstock.stages.plugins import BUILT_IN_EVALUATION
 from penstock.storage.errors import OptionError
 
@@ -73,16 +73,6 @@ def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) ->
     if start == config.convert.hf_checkpoint:
         return None
     return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"
-
-
-def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRecord) -> None:
-    """Check that a fork with --lora-publish adapter trains its adapters on the model that engines load at their start.
-    Raises OptionError. `flow` and `config` are those of the fork, `parent` is the run and round from which it is
-    forked."""
-    has_engines = flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
-    publish = config.train.lora and config.train.lora.lora_publish
-    if has_engines and publish == "adapter" and (reason := describe_other_base(config, parent)):
-        raise OptionError(f"--lora-publish adapter is not possible: {reason}; use --lora-publish merged")
 
 
 def adapter_of_version(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.flows.terminal.escape import escape_controls
-from penstock.storage.errors import OptionError, RunError
+from penstock.storage.errors import OptionError, RunError, check_rules
 from penstock.storage.secrets import redact
 
 MAX_LINE = 380  # maximum characters of an error message, so that "penstock: MESSAGE" fits 400
@@ -48,13 +48,13 @@ def split_args(
         takes_value = own_flag_takes_value[name]
         if takes_value and not equals and remaining and not remaining[0].startswith("--"):
             value = remaining.pop(0)
-        for wrong, problem in (
-            (name in values, "is given twice: give it once"),
-            (equals and not takes_value, f"is a switch and takes no value; found {short_repr(value)}"),
-            (takes_value and not value.strip(), "needs a value: give one after it"),
-        ):
-            if wrong:
-                raise OptionError(f"{name} {problem}")
+        check_rules(
+            (
+                (name in values, f"{name} is given twice: give it once"),
+                (equals and not takes_value, f"{name} is a switch and takes no value; found {short_repr(value)}"),
+                (takes_value and not value.strip(), f"{name} needs a value: give one after it"),
+            )
+        )
         values[name] = value
     return positional, values, rest
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from penstock.engines.backends import BACKENDS, DEFAULT
 from penstock.flows.config import (
+    OPTIONS,
     SECTIONS,
     SWITCHES,
     PostTrainConfig,
     create_section,
-    list_options,
     read_config_text,
     read_toml,
     validate_config,
@@ -30,16 +30,16 @@ from penstock.flows.options.argv import flag_of_field, short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import (
     ACCEPTED,
+    LISTED,
     OTHER_NAMES,
-    check_listed_flag,
-    is_listed,
+    apply_listed_flag,
     log_once,
     synonym_of,
 )
 from penstock.flows.run_config import RunConfig
 from penstock.stages.eval.data_sets import parse_yaml
 from penstock.storage.config import field_meta, section_model
-from penstock.storage.errors import OptionError, nearest_name
+from penstock.storage.errors import OptionError, check_rules, nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
@@ -70,9 +70,8 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     flags update `base_values` in place, if it is given."""
     values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
-    for name, args in occurrences:
-        if name == "--config" and not any(args):
-            raise OptionError("--config needs a value: the path of a TOML file or the name of a bundled recipe")
+    problem = "--config needs a value: the path of a TOML file or the name of a bundled recipe"
+    check_rules((name == "--config" and not any(args), problem) for name, args in occurrences)
     for path in [path for name, args in occurrences if name == "--config" for path in args]:
         merge_values(values, read_toml(path))
     options_set: set[str] = set()
@@ -194,7 +193,7 @@ def penstock_flags() -> dict[str, tuple[str, str, Any]]:
     """Return Penstock's flags, including aliases and the switches that add optional sections: flag -> (section, field
     name, field)."""
     table: dict[str, tuple[str, str, Any]] = {}
-    for section, name, field in list_options():
+    for section, name, field in OPTIONS:
         for spelling in (flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
             assert spelling not in table, f"{spelling} means both {table.get(spelling)} and {section}.{name}"
             table[spelling] = (section, name, field)
@@ -226,8 +225,8 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
         section, key, field = own[positive]
         create_section(values, section)[key] = None if section_model(field) else False
-    elif is_listed(name):
-        check_listed_flag(name, args)
+    elif name in LISTED:
+        apply_listed_flag(name, args)
     elif name.startswith(engine_prefixes()):
         option, key = name_engine_option(name)
         values.setdefault("rollout", {}).setdefault(option, {})[key] = parse_literal(args)
@@ -324,9 +323,7 @@ def parse_dict(name: str, args: list[str]) -> dict[str, Any]:
                 f"{name} takes a JSON object or key=value pairs; the JSON is malformed ({str(error)[:80]}): correct it"
             ) from None
         return value
-    for arg in args:
-        if "=" not in arg[1:]:
-            raise OptionError(f"{name} takes key=value pairs; found {short_repr(arg)}")
+    check_rules(("=" not in arg[1:], f"{name} takes key=value pairs; found {short_repr(arg)}") for arg in args)
     return {key: parse_literal([value]) for key, _, value in (arg.partition("=") for arg in args)}
 
 

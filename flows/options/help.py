@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.flows.config import SECTIONS, SWITCHES, list_options, recipe_names
+from penstock.flows.config import OPTIONS, SECTIONS, SWITCHES, recipe_names
 from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.refused import OTHER_NAMES
 from penstock.storage.config import field_meta
@@ -106,7 +106,7 @@ _RESUME = (
 def short_help(command: str) -> str:
     """Return the --help text of a command of `SHORT`: its most used options, each with the first sentence about it."""
     text = SHORT[command]
-    fields = {flag_of_field(name): field for _, name, field in list_options()}
+    fields = {flag_of_field(name): field for _, name, field in OPTIONS}
     lines = [f"penstock {command} [--config FILE.toml|RECIPE] [options]", "", *_wrap(text.what, "  "), ""]
     lines += textwrap.wrap(text.example, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
     width = max(len(flag) for flags in text.options.values() for flag in flags.split())
@@ -128,7 +128,7 @@ def search_help(command: str, word: str) -> str:
     those for which an alias or another trainer's name has it, then those with the word in their description."""
     wanted = re.sub(r"[\W_]+", "-", word.lower()).strip("-")
     options = [(flag, usage, "", about) for flag, (usage, about) in COMMAND_OPTIONS.items()]
-    for _, name, field in list_options():
+    for _, name, field in OPTIONS:
         flag = flag_of_field(name)
         others = [other for other, ours in OTHER_NAMES.items() if flag in ours.split()]
         about = " ".join((field.description or "").split())
@@ -149,7 +149,7 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
     that a resumed run may change (`may_change_only`)."""
     lines = [usage, "", "OPTIONS OF PENSTOCK, in a file below [section]"]
     section = ""
-    for owner, name, field in list_options():
+    for owner, name, field in OPTIONS:
         if may_change_only and field_meta(field).mutability == "identity":
             continue
         if owner != section:

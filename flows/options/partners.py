@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock.flows.config import SECTIONS, PostTrainConfig
 from penstock.flows.options.argv import flag_of_field
 from penstock.stages.rewards.outcome import Outcome
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 from penstock.storage.samples.sample import OVERLONG_PENALTY
 
 
@@ -137,7 +137,7 @@ def check_rewards_of_estimator(config: PostTrainConfig, outcomes: Sequence[Outco
     given = set.intersection(*(set(outcome.rewards) for outcome in graded)) if graded else names - {OVERLONG_PENALTY}
     given |= {OVERLONG_PENALTY} if rollout.overlong else set()
     missing = min(names - given, default="")
-    for wrong, message in (
+    rules: list[tuple[object, str]] = [
         (
             is_maxrl and lowest < 0,
             f"a reward may be {lowest:g}, but --advantage-estimator maxrl divides by the mean reward of a prompt's "
@@ -160,6 +160,5 @@ def check_rewards_of_estimator(config: PostTrainConfig, outcomes: Sequence[Outco
             f"{', '.join(sorted(given)) or 'not given'}: name only keys of the dictionary that the reward function "
             "returns",
         ),
-    ):
-        if wrong:
-            raise OptionError(message)
+    ]
+    check_rules(rules)

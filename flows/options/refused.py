@@ -74,12 +74,10 @@ OTHER_NAMES = {
     **dict.fromkeys(("lr-scheduler", "lr-scheduler-type"), "--lr-decay-style"),
 }
 
+# flags that are refused, accepted or a synonym, perhaps only with certain values
+LISTED = {key.partition(" ")[0] for key in (*REFUSED, *ACCEPTED, *SYNONYMS)}
+
 logger = logging.getLogger(__name__)
-
-
-def is_listed(name: str) -> bool:
-    """Return whether a flag is refused, accepted or a synonym, perhaps only with certain values."""
-    return any(key.partition(" ")[0] == name for key in (*REFUSED, *ACCEPTED, *SYNONYMS))
 
 
 def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -94,18 +92,16 @@ def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(flag, words) for flag, *words in flags]
 
 
-def check_listed_flag(name: str, args: Sequence[str]) -> None:
-    """Log why an accepted flag has no effect, or raise OptionError for a refused flag. `is_listed(name)` must be
-    true."""
+def apply_listed_flag(name: str, args: Sequence[str]) -> None:
+    """Log why an accepted flag of LISTED has no effect, or raise OptionError for a refused one."""
     with_value = " ".join([name, *args])
-    for key in (with_value, name):
-        if key in ACCEPTED:
-            log_once(key, ACCEPTED[key])
-            return
-        if key in REFUSED:
-            raise OptionError(f"{key} is not supported: {REFUSED[key]}")
-    values = " or ".join(key.partition(" ")[2] for key in (*ACCEPTED, *SYNONYMS) if key.partition(" ")[0] == name)
-    raise OptionError(f"{with_value[:120]} is not supported: give {values}, or omit {name}")
+    key = next((key for key in (with_value, name) if key in ACCEPTED or key in REFUSED), "")
+    if key in ACCEPTED:
+        log_once(key, ACCEPTED[key])
+        return
+    values = " or ".join(each.partition(" ")[2] for each in (*ACCEPTED, *SYNONYMS) if each.partition(" ")[0] == name)
+    problem = f"{with_value[:120]} is not supported: give {values}, or omit {name}"
+    raise OptionError(f"{key} is not supported: {REFUSED[key]}" if key else problem)
 
 
 @cache

@@ -84,7 +84,7 @@ class StatusWriter(ThreadObserver):
             StatusActivity(
                 title=a.title[:MAX_TEXT], stage=a.stage, since=a.started_at + offset, done=a.done, total=a.total
             )
-            for a in list(panel.activities)
+            for a in list(panel.activities.running)
         ]
         ended = [
             StatusPhase(
@@ -93,7 +93,7 @@ class StatusWriter(ThreadObserver):
                 start=a.started_at + offset,
                 end=a.ended_at + offset,
             )
-            for a in list(panel.ended_activities)
+            for a in list(panel.activities.ended)
             if a.stage in ("convert", "restore", "promote") and a.ended_at is not None
         ]
         messages = [

@@ -59,10 +59,9 @@ class Display:
         # Without a TTY rich would break lines at 80 columns; the line of a round must stay one line for grep.
         self.console = console or TerminalConsole(file=sys.stdout, soft_wrap=True, highlight=False)
         self.run = run
-        self.model = str(config.convert.hf_checkpoint)
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
-        self.num_rounds = int(config.run.num_rollout)
+        num_rounds = int(config.run.num_rollout)
         self._json = config.run.log_format == "json"
         self._without_steps = bool(config.run.debug_rollout_only)
         self._commits: list[Commit] = []
@@ -71,9 +70,9 @@ class Display:
         # number of a round -> metrics of the overlap of generation and training
         self.overlap: dict[int, dict[str, float]] = {}
         self._announced: set[str] = set()  # waits that were printed
-        self._round_lines = RoundLines(self.num_rounds)
+        self._round_lines = RoundLines(num_rounds)
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has made progress
-        self.panel = Panel(run, flow, self.num_rounds)
+        self.panel = Panel(run, flow, num_rounds)
         self._region: LiveRegion | None = None
         self._stop_reminder: Callable[[], None] = lambda: None  # without a region, repeats waits until the first round
         self._wait: tuple[str, float] | None = None  # the wait that was printed last and its time, until it ends
@@ -81,7 +80,7 @@ class Display:
         header = {
             "watch": pages.get("watch", ""),  # first: a link that works from now on
             "run": f"{run}  ({flow})",
-            "model": self.model,
+            "model": str(config.convert.hf_checkpoint),
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
             "store": store_uri,
@@ -108,8 +107,8 @@ class Display:
                     is_own = commit.writer in ("", self.run)  # else a parent has spent the seconds
                     self._rollouts[commit.index] = commit if is_own else commit.model_copy(update={"seconds": {}})
                 self._round_lines.add({**commit.summary, **(step.summary if step else {})})
-            self.panel.add_to_curves(commit)
-        self.panel.num_done = max((commit.policy_version for commit in steps.values()), default=0)
+            self.panel.curves.add(commit)
+        self.panel.rounds.done = max((commit.policy_version for commit in steps.values()), default=0)
 
     def note(self, text: str) -> None:
         """Print a progress message, secrets redacted."""
@@ -150,7 +149,7 @@ class Display:
         title = shown if rollout_id is None else f"{shown}, round {rollout_id}"
         if name in _WAITS:
             self.note_wait(_WAITS[name])
-        with self.panel.activity(title, shown):
+        with self.panel.activities.show(title, shown):
             yield
             self._wait = None
 
@@ -163,7 +162,7 @@ class Display:
 
     def _current_wait(self) -> tuple[str, float] | None:
         """Return what the run waits for, and since when: the wait that was printed, else the newest activity."""
-        activity = next(reversed(list(self.panel.activities)), None)
+        activity = next(reversed(list(self.panel.activities.running)), None)
         if self._wait is not None or activity is None:
             return self._wait
         done = f" {activity.done:,}/{activity.total:,}" if activity.total else ""
@@ -173,7 +172,7 @@ class Display:
     def progress(self, title: str, stage: str) -> Iterator[ProgressCallback]:
         """Show a progress bar of a stage during the block. Yields its callback (done, total), which without a panel
         only records that the stage has made progress."""
-        with self.panel.activity(title, stage) as activity:
+        with self.panel.activities.show(title, stage) as activity:
 
             def update(done: int, total: int) -> None:
                 self.on_progress()
@@ -187,9 +186,9 @@ class Display:
         are no steps (--debug-rollout-only)."""
         self.on_progress()
         self._commits.append(commit.model_copy(update={"state": {}}))  # without the sample previews, which are large
-        self.panel.add_to_curves(commit)
+        self.panel.curves.add(commit)
         if commit.kind == "rollout":
-            self.panel.samples = format_sample_preview(commit, min(self.console.width - 1, MAX_COLUMNS))
+            self.panel.rounds.samples = format_sample_preview(commit, min(self.console.width - 1, MAX_COLUMNS))
         if commit.kind == "rollout" and not self._without_steps:
             self._rollouts[commit.index] = commit
             return ""
@@ -199,8 +198,8 @@ class Display:
             width = min(MAX_COLUMNS, self.console.width) if self._region else MAX_COLUMNS
             line = self._round_lines.format(commit, rollout, self.publish_seconds, overlap, width)
             spent = seconds_by_stage([c for c in (rollout, commit) if c], self.publish_seconds[-1:])
-            self.panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
-            self.panel.finish_round(commit.index)
+            self.panel.rounds.durations = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
+            self.panel.rounds.finish(commit.index)
             self._stop_reminder()
         else:
             line = Text(EVENT_LINES[commit.kind](commit))
@@ -210,8 +209,9 @@ class Display:
     def result(self, commit: Commit) -> str:
         """Return the main number of a commit that was printed or added: `reward 0.725`, `loss 1.25`, `held-out 0.5`; ""
         if it has none."""
-        if commit.kind in ("rollout", "step") and commit.index in self.panel.curve:
-            return f"{self.panel.curve_name} {self.panel.curve[commit.index]:.3f}"
+        curves = self.panel.curves
+        if commit.kind in ("rollout", "step") and commit.index in curves.of_rounds:
+            return f"{curves.name} {curves.of_rounds[commit.index]:.3f}"
         return ", ".join(f"{task} {reward:.3f}" for task, reward in eval_rewards(commit).items())
 
     def print_summary(self, commits: Sequence[Commit] | None = None) -> None:

@@ -188,12 +188,22 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
     remote = [address for address in external if not is_on_this_machine(address)]
     in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
     no_directory = in_object_store and run.update_weight_disk_dir is None
-    if remote and no_directory and (uses_disk or run.check_weight_update_equal):
-        raise EngineError(
-            f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
-            "store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer and "
-            "the engines see under the same path, or --update-weight-transport nccl"
-        )
+    started = sorted(set(rollout.engine_options) - {"api_key"})
+    engine_rules: list[tuple[object, str]] = [
+        (
+            remote and no_directory and (uses_disk or run.check_weight_update_equal),
+            f"the external engine {''.join(remote[:1])} loads weights from a directory, but --store {run.store} is an "
+            "object store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer "
+            "and the engines see under the same path, or --update-weight-transport nccl",
+        ),
+        (
+            external and started,
+            f"{engine_flag(rollout.engine, ''.join(started[:1]))} is an option for starting engines, but the engines "
+            "of --rollout-external-engine-addrs are running already: set it where they are started, and leave it out "
+            "here",
+        ),
+    ]
+    check_rules(engine_rules, EngineError)
     if flow.trains:
         check_save_hf(config)
     check_addresses(config)
@@ -202,11 +212,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         for options in (engine_options(config), flow.has_rollouts and teacher_options(config)):
             if options:
                 check_capabilities(options)
-    if external and (started := sorted(set(rollout.engine_options) - {"api_key"})):
-        raise EngineError(
-            f"{engine_flag(rollout.engine, started[0])} is an option for starting engines, but the engines of "
-            "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
-        )
 
 
 def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str]]:
@@ -468,12 +473,16 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         if directory == Path(path):  # not the assets of a converted model
             check_weights(directory, other)
         policy_fields, other_fields = shape.model_dump(), other.model_dump()
-        for key in sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"}):
-            if policy_fields[key] != other_fields.get(key):
-                raise ModelError(
-                    f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
-                    f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape"
-                )
+        fields = sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"})
+        rules = (
+            (
+                policy_fields[key] != other_fields.get(key),
+                f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
+                f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape",
+            )
+            for key in fields
+        )
+        check_rules(rules, ModelError)
     if not train.freeze_vision and shape.vision is None:
         raise OptionError(
             f"--no-freeze-vision needs a vision-language model, and {shape.architecture} is not one: omit the option"
@@ -509,12 +518,15 @@ def check_teacher(config: PostTrainConfig) -> None:
     tokens of the policy."""
     opd = config.train.opd
     names = sorted({*opd.opd_teacher_load, *opd.opd_teacher_url} - {""}) if opd else []
-    for row in read_first_rows(config.rollout) if names else ():
-        if row.metadata.get(TEACHER) not in names:
-            raise DataError(
-                f"{row.where} names the teacher {row.metadata.get(TEACHER)!r} (--opd-teacher-key), but the run has "
-                f"{', '.join(names)}: correct the row, --opd-teacher-key, --opd-teacher-load or --opd-teacher-url"
-            )
+    rules = (
+        (
+            row.metadata.get(TEACHER) not in names,
+            f"{row.where} names the teacher {row.metadata.get(TEACHER)!r} (--opd-teacher-key), but the run has "
+            f"{', '.join(names)}: correct the row, --opd-teacher-key, --opd-teacher-load or --opd-teacher-url",
+        )
+        for row in (read_first_rows(config.rollout) if names else ())
+    )
+    check_rules(rules, DataError)
     options = teacher_options(config)
     if options is None:
         return

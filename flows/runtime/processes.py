@@ -17,9 +17,9 @@ from functools import cached_property, partial
 from penstock.engines.backends import RequestRouter, engine_backend
 from penstock.engines.cluster import Cluster, ClusterStart
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.families.shape import ModelShape
 from penstock.engines.generation import EngineClient
-from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
+from penstock.engines.local_gpus import Counters, read_counters, used_joules
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import BASE, engine_url
 from penstock.engines.serving.pool import EnginePool, start_pool
@@ -83,7 +83,6 @@ class Processes:
         self._cluster: Cluster | None = None
         self._entered = ExitStack()  # holds the router
         self._starting = threading.RLock()  # the thread that saves a checkpoint uses the same processes
-        self._counters_at_start = all_counters()
 
     @property
     def cluster(self) -> Cluster:
@@ -134,25 +133,8 @@ class Processes:
             self.base_checkpoint,
             provenance=self.run.provenance,
             on_progress=self.note,
-            read_counters=self.trainer_counters,
+            read_counters=partial(self.counters, "trainer"),
         )
-
-    def materialize_fork(self) -> None:
-        """In a fork whose training options differ from its parent's, save a checkpoint of the policy at the fork point.
-
-        The policy is recomputed by replaying the rounds before the fork point with the parent's options.
-        """
-        assert self.run.record is not None
-        if (fork_point := missing_fork_checkpoint(self.run.store, self.run.record)) is None:
-            return
-        version, parent_config = fork_point
-        # the parent's debug options name files of the parent
-        parent_config = parent_config.model_copy(update={"debug": DebugConfig()})
-        trainer = self.new_trainer(self.cluster, parent_config)
-        try:
-            self.policy_restorer(trainer).save_checkpoint(version)
-        finally:
-            trainer.kill()
 
     def new_trainer(self, cluster: Cluster, config: PostTrainConfig, *, offloads: bool = False) -> TrainerGroup:
         """Return a new trainer, whose processes start on first use. `offloads`: see `TrainerGroup`."""
@@ -211,14 +193,6 @@ class Processes:
         """Return `connect` for evaluations. The router does not know engines that only evaluate."""
         return engine_backend(self.engine_options.engine).connect if self.evaluates_apart else self.connect
 
-    @property
-    def connect_for_training(self) -> Callable[..., EngineClient]:
-        """Return `connect` for training rollouts. With --use-rollout-routing-replay, its clients also request the ids
-        of the experts that each token was routed to."""
-        if not self.engine_options.return_experts:
-            return self.connect
-        return partial(self.connect, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
-
     def start_engines(self, role: str = "rollout") -> EnginePool:
         """Return the engines that generate rollouts, or with `role` "evaluation" those that only evaluate, whichever
         policy version they serve. The first call starts them and does not wait until they have loaded the model
@@ -266,9 +240,13 @@ class Processes:
         return f"{len(started)} engine{'s'[: len(started) - 1]}{policy}" if started else ""
 
     def release_engines(self) -> None:
-        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
-        that a previous driver of this run left running on an external Ray cluster."""
-        config = self.run.config
+        """Call this before the trainer uses GPU memory. Wait until engines on the trainer's GPUs have started, because
+        an engine takes a share of the memory that is free while it starts. With --offload-rollout, release their
+        memory, also that of engines that a previous driver of this run left running on an external Ray cluster."""
+        config, options = self.run.config, self.engine_options
+        if self.cluster.num_gpus and options.num_gpus is None and not options.external and "rollout" in self.pools:
+            for replica in self.pools["rollout"].replicas:
+                replica.wait_for_url()
         if not config.run.offloads_engines or config.run.debug_train_only or config.train.loss_type == "sft_loss":
             return
         if "rollout" not in self.pools and not self.cluster.owned:
@@ -298,28 +276,22 @@ class Processes:
 
     # ---- energy and end ----------------------------------------------------------------------------------------------
 
-    def trainer_counters(self) -> Counters:
-        """Return the energy counters of the trainer's GPUs; {} if energy is not measured."""
-        places = self.started_trainer.places() if self.started_trainer is not None else []
-        return self._read_counters([(place.node, gpu) for place in places for gpu in place.gpu_ids])
-
-    def engine_counters(self, *, evaluation: bool = False) -> Counters:
-        """Return the energy counters of the engines' GPUs, or, with `evaluation`, of the engines that evaluate; {} if
-        energy is not measured."""
-        roles = ["evaluation" if self.evaluates_apart else "rollout"] if evaluation else ["rollout", "teacher"]
+    def counters(self, *roles: str) -> Counters:
+        """Return the energy counters of the GPUs of `roles`: "trainer", or keys of `pools`; {} if energy is not
+        measured."""
+        if self._cluster is None or not self._cluster.alive():
+            return {}
         replicas = [replica for role in roles if role in self.pools for replica in self.pools[role].replicas]
-        return self._read_counters([gpu for replica in replicas for gpu in replica.gpus()])
+        gpus = [gpu for replica in replicas for gpu in replica.gpus()]
+        if "trainer" in roles and self.started_trainer is not None:
+            gpus += [(place.node, gpu) for place in self.started_trainer.places() for gpu in place.gpu_ids]
+        return read_counters(gpus, self._cluster.ray.get_runtime_context().get_node_id()) if gpus else {}
 
     def used_joules(self) -> float | None:
-        """Return the energy in joules that the GPUs of trainer and engines have used since this object was created, or
+        """Return the energy in joules that the GPUs of trainer and engines have used since the start of the run, or
         None if it is not measured. Call it before `stop`, which discards the list of these GPUs."""
-        now = {**self.trainer_counters(), **self.engine_counters(), **self.engine_counters(evaluation=True)}
-        return used_joules({gpu: at_start for gpu, at_start in self._counters_at_start.items() if gpu in now}, now)
-
-    def _read_counters(self, gpus: list[tuple[str, str]]) -> Counters:
-        if not gpus or self._cluster is None or not self._cluster.alive():
-            return {}
-        return read_counters(gpus, self._cluster.ray.get_runtime_context().get_node_id())
+        now = self.counters("trainer", *self.pools)
+        return used_joules({gpu: joules for gpu, joules in self.run.counters_at_start.items() if gpu in now}, now)
 
     def stop(self) -> None:
         """Stop the router, the engines, the trainer and the run's own Ray cluster.
@@ -340,6 +312,25 @@ class Processes:
                 trainer.kill()
         self._cluster.stop()
         self._cluster = None
+
+
+def materialize_fork(processes: Processes) -> None:
+    """In a fork whose training options differ from its parent's, save a checkpoint of the policy at the fork point.
+
+    The policy is recomputed by replaying the rounds before the fork point with the parent's options.
+    """
+    run = processes.run
+    assert run.record is not None
+    if (fork_point := missing_fork_checkpoint(run.store, run.record)) is None:
+        return
+    version, parent_config = fork_point
+    # the parent's debug options name files of the parent
+    parent_config = parent_config.model_copy(update={"debug": DebugConfig()})
+    trainer = processes.new_trainer(processes.cluster, parent_config)
+    try:
+        processes.policy_restorer(trainer).save_checkpoint(version)
+    finally:
+        trainer.kill()
 
 
 def _refuse_weights(urls: list[str]) -> None:

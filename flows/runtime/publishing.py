@@ -287,7 +287,7 @@ def evaluate_policy(
             stop=stop,
             on_progress=on_progress,
             connect=processes.connect_for_evaluation,
-            read_counters=partial(processes.engine_counters, evaluation=True),
+            read_counters=partial(processes.counters, "evaluation" if processes.evaluates_apart else "rollout"),
         )
         return rollout_stage(
             context,

@@ -30,7 +30,7 @@ from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.storage.champions import export_of_champion
 from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.config import field_meta
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 from penstock.storage.history.run_record import RunRecord, read_completion, read_run_record
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.store import Store
@@ -61,7 +61,7 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     if flow is Flow.EVALUATE and config.convert.load:
         raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
-    if existing and existing.record.flow == flow:
+    if existing and Flow(existing.record.flow) is flow:
         # The run continues if the identity options are those of its record, either as given or as resolved.
         then = derive(with_options(config, "run", {"num_rollout": existing.config.run.num_rollout}))
         for recorded, now in ((existing.given, config), (existing.config, then)):
@@ -185,8 +185,8 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
         "--prompt-data-weights": rollout.prompt_data_weights,
         "--num-rollout-per-start": run.num_rollout_per_start,
     }
-    for flag in (flag for flag, value in unfit.items() if value):
-        raise OptionError(f"--num-epoch cannot be combined with {flag}: give --num-rollout instead, or omit {flag}")
+    message = "--num-epoch cannot be combined with {0}: give --num-rollout instead, or omit {0}"
+    check_rules((value, message.format(flag)) for flag, value in unfit.items())
     if existing and existing.config.run.num_epoch == run.num_epoch:
         decided = existing.config.run.num_rollout
         if run.num_rollout in (0, decided):
@@ -199,12 +199,14 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
         f"--num-epoch {run.num_epoch} x {rows} rows of --prompt-data // --rollout-batch-size "
         f"{rollout.rollout_batch_size} = {rounds} rounds"
     )
-    if rounds == 0:
-        raise OptionError(f"{text}: give more data, more epochs or a smaller batch")
-    if run.num_rollout not in (0, rounds):
-        raise OptionError(
-            f"{text}, but --num-rollout is {run.num_rollout}: omit --num-rollout, or give --num-epoch none"
-        )
+    rules = (
+        (rounds == 0, f"{text}: give more data, more epochs or a smaller batch"),
+        (
+            run.num_rollout not in (0, rounds),
+            f"{text}, but --num-rollout is {run.num_rollout}: omit --num-rollout, or give --num-epoch none",
+        ),
+    )
+    check_rules(rules)
     return rounds
 
 

@@ -34,10 +34,11 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.argv import check_run_name
 from penstock.flows.run_config import RunConfig
-from penstock.flows.runtime.runs import driver_lease, keys_of_run, open_store
+from penstock.flows.runtime.runs import driver_lease, open_store
 from penstock.storage.commit import RunKeys
-from penstock.storage.errors import InputError, RunError
+from penstock.storage.errors import InputError, RunError, check_rules
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.leases import Lease
 from penstock.storage.store import Store, read_commits
@@ -82,7 +83,7 @@ def driving(run: RunConfig) -> Iterator[Lease]:
     whose flow run is marked as crashed may be alive, after a pause of its laptop, and then continues; the lease of one
     that was lost with its machine expires. A retry that may not continue ends here, with RunError or AlreadyDone.
     """
-    store, keys, waited = open_store(run, probe=False), keys_of_run(run.run), set[str]()
+    store, keys, waited = open_store(run, probe=False), RunKeys(check_run_name(run.run)), set[str]()
 
     def wait(driver: str) -> None:
         process = driver.partition(" (")[0]
@@ -125,16 +126,22 @@ def check_retry(store: Store, keys: RunKeys, number: int, allowed: int, *, began
     end = starts[-1][1] if starts else None
     if end is not None and end.outcome == "FINISHED" and starts[-1][0].at >= began:
         raise AlreadyDone("the start that crashed was completed by another process, or continued after a pause")
-    if number > allowed:
-        raise RunError(
-            f"the run is not complete after {allowed} retries (--retries {allowed}); the next start resumes it"
-        )
-    if has_waited and end is not None and end.outcome == "STOPPED":
-        raise RunError("the run was resumed by another process and stopped on request; the next start resumes it")
     failures = ["killed" if end is None else end.error for _, end in starts]
     comparable = {re.sub(r"\d+", "#", failure) for failure in failures}  # without process ids, ports and times
     is_same = len(starts) == 2 and len(comparable) == 1 and "" not in comparable
-    if is_same and all(commit.created_at < starts[1][0].at for commit in read_commits(store, keys)):
-        raise RunError(
-            f"the last two starts ended in the same way ({failures[1]}) without a new commit: repair the cause first"
-        )
+    same = "".join(failures[-1:])
+    rules: list[tuple[object, str]] = [
+        (
+            number > allowed,
+            f"the run is not complete after {allowed} retries (--retries {allowed}); the next start resumes it",
+        ),
+        (
+            has_waited and end is not None and end.outcome == "STOPPED",
+            "the run was resumed by another process and stopped on request; the next start resumes it",
+        ),
+        (
+            is_same and all(commit.created_at < starts[1][0].at for commit in read_commits(store, keys)),
+            f"the last two starts ended in the same way ({same}) without a new commit: repair the cause first",
+        ),
+    ]
+    check_rules(rules, RunError)

@@ -29,7 +29,7 @@ from penstock.storage.secrets import redact
 
 
 def run_flow(name: str, config: PostTrainConfig) -> int:
-    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
+    """Run the flow `name` here. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
     the signal that stopped it. Raises InputError or StoreError if nothing was started."""
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
     try:

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from penstock.engines.local_gpus import all_counters
 from penstock.flows.config import (
     Flow,
     Plan,
@@ -36,7 +37,7 @@ from penstock.flows.runtime.engine_options import device_counts
 from penstock.stages.plugins import DEFAULT_NAMES, hash_source
 from penstock.stages.train.reuse import Reuse
 from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
-from penstock.storage.errors import InputError, OptionError, RunError, StoreError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError, check_rules
 from penstock.storage.history.run_record import (
     Completion,
     ParentRecord,
@@ -71,15 +72,16 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
     delete do not."""
     if "://" not in config.store:
         path = next(path for path in (Path(config.store), *Path(config.store).absolute().parents) if path.exists())
-        if not path.is_dir():
-            raise StoreError(
-                f"store {config.store!r} is not writable: {path} is not a directory; give --store a directory or a URI"
+        rules = [
+            (
+                not path.is_dir(),
+                f"store {config.store!r} is not writable: {path} is not a directory; give --store a directory or a URI",
             )
-        for name in ("runs", "models", "mlflow", "tensorboard"):
-            if (path := Path(config.store, name)).exists() and not path.is_dir():
-                raise StoreError(
-                    f"{path} is not a directory, but the store needs one: move that file, or give another --store"
-                )
+        ]
+        for path in (Path(config.store, name) for name in ("runs", "models", "mlflow", "tensorboard")):
+            problem = f"{path} is not a directory, but the store needs one: move that file, or give another --store"
+            rules.append((path.exists() and not path.is_dir(), problem))
+        check_rules(rules, StoreError)
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 
@@ -93,14 +95,9 @@ def open_named_store(argv: Sequence[str], command: str, *, run: str = "") -> Sto
     return open_store(parse_store_options([*argv, *flags], command), probe=False)
 
 
-def keys_of_run(run_name: str) -> RunKeys:
-    """Return the store keys of a run's files (record, rounds, checkpoints, evaluations), after a check of its name."""
-    return RunKeys(check_run_name(run_name))
-
-
 def keys_of_existing_run(store: Store, run: str) -> RunKeys:
     """Return the store keys of a run, after a check that the run has files in the store."""
-    keys = keys_of_run(run)
+    keys = RunKeys(check_run_name(run))
     if not store.list(keys.prefix):
         raise unknown_run_error(store, run)
     return keys
@@ -140,7 +137,7 @@ def open_run(store: Store, plan: Plan, *, lease: Lease | None = None) -> RunKeys
     options (model, data, seed, algorithm) differ from the record, the run is replaced, provided that it has no commits
     and no other process drives it. `lease` marks the caller as a driver of the run; it does not count as another one.
     """
-    keys, own_lease = keys_of_run(plan.run.run), lease.key if lease else None
+    keys, own_lease = RunKeys(check_run_name(plan.run.run)), lease.key if lease else None
     while True:
         check_run_may_start(store, plan, own_lease=own_lease)
         if not is_removed(store, keys):
@@ -187,7 +184,7 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     a fork, has commits or has a driver other than the caller (`own_lease`); if the run has commits but no record; or if
     it is being removed.
     """
-    keys = keys_of_run(plan.run.run)
+    keys = RunKeys(check_run_name(plan.run.run))
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
@@ -195,16 +192,19 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
     record = read_run_record(store, keys)
     if record is None:
         prefixes = committed_prefixes(store, keys)
-        if prefixes and store.read(keys.fork) is not None:
-            raise RunError(
-                f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run"
-            )
         commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
-        if commits and not _are_made_with(plan, keys, commits):
-            raise RunError(
+        rules: list[tuple[object, str]] = [
+            (
+                prefixes and store.read(keys.fork) is not None,
+                f"run {keys.run!r} is an unfinished fork: run the same `penstock fork` again, or give another --run",
+            ),
+            (
+                commits and not _are_made_with(plan, keys, commits),
                 f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it "
-                "from a backup, give exactly the options that the run was started with, or give another --run"
-            )
+                "from a backup, give exactly the options that the run was started with, or give another --run",
+            ),
+        ]
+        check_rules(rules, RunError)
         return
     if (problem := describe_difference(record, plan)) is None:
         return
@@ -233,7 +233,7 @@ def _are_made_with(plan: Plan, keys: RunKeys, commits: list[Commit]) -> bool:
 def describe_difference(record: RunRecord, plan: Plan) -> str | None:
     """Describe the first identity option (model, data, seed, algorithm) that differs between a plan and a run's record.
     Return None if all are equal."""
-    if record.flow != plan.flow:
+    if Flow(record.flow) is not plan.flow:
         return f"run {plan.run.run!r} was started by `{record.flow}`, not `{plan.flow}`"
     difference = differing_option(_validated_config(record.config), plan, record.directory)
     if difference is None:
@@ -262,17 +262,18 @@ def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: s
 
 def read_existing_record(store: Store, keys: RunKeys) -> RunRecord:
     """Return the record of a run, which must exist."""
-    if is_removed(store, keys):
-        raise RunError(
-            f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"
-        )
-    record = read_run_record(store, keys)
+    removed = is_removed(store, keys)
+    record = None if removed else read_run_record(store, keys)
+    rules: list[tuple[object, str]] = [
+        (removed, f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"),
+        (
+            record is None and committed_prefixes(store, keys),
+            f"run {keys.run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
+            "or start the run again with exactly its original options",
+        ),
+    ]
+    check_rules(rules, RunError)
     if record is None:
-        if committed_prefixes(store, keys):
-            raise RunError(
-                f"run {keys.run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
-                "or start the run again with exactly its original options"
-            )
         raise unknown_run_error(store, keys.run)
     return record
 
@@ -327,14 +328,14 @@ def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> P
     return _validated_config(config)
 
 
-def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, with its last recorded schedule options, from the store of
+def read_flow_and_config(where: RunConfig, run: str) -> tuple[Flow, PostTrainConfig]:
+    """Return the flow and the config of a run, with its last recorded schedule options, from the store of
     `where`."""
-    store, keys = open_store(where, probe=False), keys_of_run(run)
+    store, keys = open_store(where, probe=False), RunKeys(check_run_name(run))
     record = read_existing_record(store, keys)
     config, _ = latest_config(store, keys, record)
     stores = {name: getattr(where, name) for name in ("store", "store_options", "store_single_writer")}
-    return record.flow, config.model_copy(update={"run": config.run.model_copy(update=stores)})
+    return Flow(record.flow), config.model_copy(update={"run": config.run.model_copy(update=stores)})
 
 
 def config_history(store: Store, keys: RunKeys, record: RunRecord) -> list[tuple[float, PostTrainConfig]]:
@@ -397,6 +398,7 @@ class ActiveRun:
         record: run.json; None before the run is opened.
         provenance: fields of every commit: hash of the config and version of the code.
         start: number of this start, once it is recorded.
+        counters_at_start: energy counters of this machine's GPUs when this object was created.
         created: time at which the run was created on the monotonic clock, which is never set back.
     """
 
@@ -409,6 +411,7 @@ class ActiveRun:
         self.record = read_run_record(store, keys)
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self.started_at = time.time()
+        self.counters_at_start = all_counters()
         self.start = 0
         self.created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
 

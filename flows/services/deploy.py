@@ -38,7 +38,7 @@ from penstock.flows.options.flags import did_you_mean, parse_values
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.retries import NO_RETRY, RETRIES
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 POOL = "penstock"  # the default work pool, served by the worker of `penstock up`
 AUTOMATION = "penstock: flow runs without a sign of life are crashed"
@@ -77,17 +77,23 @@ def main(argv: list[str]) -> int:
     except ValueError:
         hint = did_you_mean(positional[0], [*Flow]) or f": the flows are {', '.join(Flow)}"
         raise OptionError(f"unknown flow {positional[0]!r}{hint}") from None
-    if "--name" not in own:
-        raise OptionError(
-            "--name is missing: name the deployment, e.g. "
-            f'penstock deploy {positional[0]} --name nightly --cron "0 2 * * *"'
-        )
-    schedule = parse_schedule(own)
     retries = parse_integer("--retries", own.get("--retries", "0"))
-    if retries and not flow.has_run:
-        raise OptionError(
-            f"--retries has no effect on {flow}, which creates no run that a retry could resume: omit --retries"
-        )
+    rules = (
+        (
+            "--name" not in own,
+            f'--name is missing: name the deployment, e.g. penstock deploy {flow} --name nightly --cron "0 2 * * *"',
+        ),
+        (
+            "--timezone" in own and "--cron" not in own,
+            "--timezone has no effect without --cron: add --cron, or leave out --timezone",
+        ),
+        (
+            retries and not flow.has_run,
+            f"--retries has no effect on {flow}, which creates no run that a retry could resume: omit --retries",
+        ),
+    )
+    check_rules(rules)
+    schedule = parse_schedule(own)
     values = parse_values(rest)
     config = validate_config(with_sft_loss(values) if flow.has_demonstrations else values)
     check_secrets(config, allow_literal=False)
@@ -174,8 +180,6 @@ def deployment_exists(title: str) -> bool:
 
 def parse_schedule(own: dict[str, str]) -> Any:
     """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron."""
-    if "--cron" not in own and "--timezone" in own:
-        raise OptionError("--timezone has no effect without --cron: add --cron, or leave out --timezone")
     if "--cron" not in own:
         return None
     cron, timezone = own["--cron"], own.get("--timezone", "UTC")

@@ -41,7 +41,7 @@ from penstock.flows.runtime.prefect_api import (
     profile_path,
 )
 from penstock.flows.services.deploy import POOL, ensure_zombie_automation
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 from penstock.storage.leases import process_start_time
 from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact, write_private
@@ -88,18 +88,22 @@ def up_main(argv: list[str]) -> int:
     """Run `penstock up`. Return the exit code: 0 after Ctrl-C, SIGTERM or `penstock down`, 1 if a service failed."""
     flags: dict[str, list[str]] = {}
     for name, values in split_flags(argv):
-        problem = "" if name in UP_FLAGS else describe_unknown_flag(name, UP_FLAGS)
-        if not problem and bool(values) == (name == "--detach"):
-            problem = f"{name} {'takes no value' if values else 'needs a value'}"
-        if problem:
-            raise OptionError(problem)
+        rules = (
+            (name not in UP_FLAGS, describe_unknown_flag(name, UP_FLAGS)),
+            (bool(values) == (name == "--detach"), f"{name} {'takes no value' if values else 'needs a value'}"),
+        )
+        check_rules(rules)
         flags.setdefault(name, []).extend(values)
     if (running := read_up()) is not None:
         print(f"`penstock up` runs already (process {running.pid}); `penstock down` ends it")
         print_links(running)
-        for path in flags.get("--store", []):
-            if Store(path, probe=False).uri not in running.pages:
-                raise OptionError(f"it does not show --store {path}: run `penstock down`, then `penstock up` with all")
+        check_rules(
+            (
+                Store(path, probe=False).uri not in running.pages,
+                f"it does not show --store {path}: run `penstock down`, then `penstock up` with all",
+            )
+            for path in flags.get("--store", [])
+        )
         return 0
     if "--detach" in flags:
         return detach([word for word in argv if word != "--detach"])

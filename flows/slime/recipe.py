@@ -27,7 +27,7 @@ from penstock.flows.options.flags import (
     penstock_flags,
     split_flags,
 )
-from penstock.flows.options.refused import ACCEPTED, REFUSED, is_listed
+from penstock.flows.options.refused import ACCEPTED, LISTED, REFUSED
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.slime.flag_table import OF_MODEL
 from penstock.flows.slime.shell import Script, read_script
@@ -173,7 +173,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)
         text = " ".join([name, *args])
-        if own is None and not (is_listed(name) or name.startswith(engine_prefixes())):
+        if own is None and not (name in LISTED or name.startswith(engine_prefixes())):
             positive = "--" + name.removeprefix("--no-")
             if positive not in penstock_flags():
                 unknown.append(name + did_you_mean(name, [*penstock_flags()]).rstrip("?"))
@@ -187,7 +187,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
         if any(UNKNOWN.search(arg) for arg in args) and not (args := resolve_unknown(recipe, name, args)):
             continue
         try:
-            if own is None and name.startswith(engine_prefixes()) and not is_listed(name):  # SGLang's or its router's
+            if own is None and name.startswith(engine_prefixes()) and name not in LISTED:  # SGLang's or its router's
                 program, _, key = name.removeprefix("--").partition("-")
                 engine_backend("sglang").check_args({key: args}, router=program == "router")
             apply_flag(recipe.values, name, args, options_set)

@@ -62,96 +62,127 @@ class Activity:
     total: int | None = None
 
 
+@dataclass
+class Activities:
+    """What is running in a run, and what has ended."""
+
+    running: list[Activity] = field(default_factory=list)
+    ended: deque[Activity] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
+    finished: set[str] = field(default_factory=set)  # stages that were finished at least once
+
+    @contextmanager
+    def show(self, title: str, stage: str) -> Iterator[Activity]:
+        """Show an activity during the block."""
+        activity = Activity(title, stage)
+        self.running.append(activity)
+        try:
+            yield activity
+            self.finished.add(stage)
+            activity.ended_at = time.monotonic()
+            self.ended.append(activity)
+        finally:
+            self.running.remove(activity)
+
+
+@dataclass
+class Rounds:
+    """The progress of a run's rounds."""
+
+    planned: int  # 0 if the flow does not train
+    done: int = 0  # number of trained rounds
+    durations: str = ""  # of the stages of the newest round
+    samples: Sequence[Text] = ()  # best and worst sample of the newest round
+    ends: list[float] = field(default_factory=lambda: [time.monotonic()])  # the start of the panel, then ends of rounds
+
+    def finish(self, rollout_id: int, at: float | None = None) -> None:
+        """Count a round that was trained now, or at the time `at` of the monotonic clock."""
+        self.done = max(self.done, rollout_id + 1)
+        self.ends = [*self.ends[-ETA_ROUNDS:], time.monotonic() if at is None else at]
+
+    def seconds_left(self) -> float | None:
+        """Return the estimated seconds until the last round is trained; None before the end of the second round that
+        this process trains, and after the last."""
+        ends = self.ends[1:]  # not the duration of the first round, in which processes start
+        if len(ends) < 2 or self.done >= self.planned:
+            return None
+        durations = [end - start for start, end in pairwise(ends)]
+        return max(0.0, median(durations) * (self.planned - self.done) - (time.monotonic() - ends[-1]))
+
+
+@dataclass
+class Curves:
+    """The rewards of a run, or its losses if it has no rewards."""
+
+    name: str  # "reward" or "loss"
+    of_rounds: dict[int, float] = field(default_factory=dict)  # round -> its reward or loss
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)  # data set -> policy version -> reward
+
+    def add(self, commit: Commit) -> None:
+        """Add the reward or the loss of a commit, if it has one."""
+        kind, metric = ("rollout", "rollout/raw_reward") if self.name == "reward" else ("step", "train/loss")
+        if commit.kind == kind and metric in commit.summary:
+            self.of_rounds[commit.index] = commit.summary[metric]
+        elif commit.kind == "eval":
+            for task, reward in eval_rewards(commit).items():
+                self.evaluations.setdefault(task, {})[commit.index] = reward
+
+    def rows(self, width: int) -> list[Text]:
+        """Return a line with the curve of the rounds and one with the evaluations, if there are any."""
+        values = [value for _, value in sorted(self.of_rounds.items())]
+        rows = []
+        if values:
+            change = f"{values[0]:.3f} -> {values[-1]:.3f}"
+            line = sparkline(values, min(60, width - LABEL - len(change) - 2))
+            rows.append(Text.assemble((self.name.ljust(LABEL), "dim"), (line, "green"), f"  {change}"))
+        if self.evaluations:
+            scores = [
+                f"{name} " + " -> ".join(f"{reward:.3f}" for _, reward in sorted(versions.items())[-5:])
+                for name, versions in list(self.evaluations.items())
+            ]
+            rows.append(Text.assemble(("eval".ljust(LABEL), "dim"), ", ".join(scores)))
+        return rows
+
+
 class Panel:
     """What the panel shows, and the methods that draw it. `num_rounds` is 0 if the flow does not train."""
 
     def __init__(self, run: str, flow: str, num_rounds: int) -> None:
         self.run = run
-        self.flow = flow
-        self.num_rounds = num_rounds
+        self.stages = STAGE_BARS.get(flow, ())
+        self.rounds = Rounds(num_rounds)
+        self.curves = Curves("loss" if "data" in self.stages else "reward")
+        self.activities = Activities()
         self.links: Callable[[], Mapping[str, str]] = dict  # returns title -> URL of the pages about the run
         self.engines: Callable[[], str] = str  # returns the state of the engines in words, "" before their start
-        self.num_done = 0  # number of trained rounds
-        self.curve_name = "reward"
-        self.curve: dict[int, float] = {}  # round -> its reward, or its loss in a run without rewards
-        self.evaluations: dict[str, dict[int, float]] = {}  # data set -> policy version -> reward
-        self.last_round = ""  # durations of the stages of the newest round
-        self.samples: Sequence[Text] = ()  # best and worst sample of the newest round
         self.machine: Mapping[str, float] = {}  # newest system metrics
         self.phase = ""  # what happens outside of the stages, for instance the shutdown
         self.messages: dict[str, deque[tuple[float, str]]] = {  # level -> (time, text) of the newest printed lines
             "warning": deque(maxlen=MAX_MESSAGES),
             "info": deque(maxlen=MAX_MESSAGES),
         }
-        self.ended_activities: deque[Activity] = deque(maxlen=MAX_ENDED)
-        self.activities: list[Activity] = []
-        self.finished: set[str] = set()  # stages that were finished at least once since the panel was opened
         self.started_at = time.monotonic()
-        self._round_ends = [self.started_at]
-
-    # ---- changes -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def activity(self, title: str, stage: str) -> Iterator[Activity]:
-        """Show an activity during the block."""
-        activity = Activity(title, stage)
-        self.activities.append(activity)
-        try:
-            yield activity
-            self.finished.add(stage)
-            activity.ended_at = time.monotonic()
-            self.ended_activities.append(activity)
-        finally:
-            self.activities.remove(activity)
-
-    def add_to_curves(self, commit: Commit) -> None:
-        """Add a commit's reward or, in a run without rewards, its loss to the curves."""
-        if commit.kind == "rollout" and "rollout/raw_reward" in commit.summary:
-            self.curve[commit.index] = commit.summary["rollout/raw_reward"]
-        elif commit.kind == "step" and self.flow == "sft" and "train/loss" in commit.summary:
-            self.curve_name = "loss"
-            self.curve[commit.index] = commit.summary["train/loss"]
-        elif commit.kind == "eval":
-            for task, reward in eval_rewards(commit).items():
-                self.evaluations.setdefault(task, {})[commit.index] = reward
-
-    def finish_round(self, rollout_id: int, at: float | None = None) -> None:
-        """Count a round that was trained now, or at the time `at` of the monotonic clock."""
-        self.num_done = max(self.num_done, rollout_id + 1)
-        self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic() if at is None else at]
-
-    def seconds_left(self) -> float | None:
-        """Return the estimated seconds until the last round is trained; None before the end of the second round that
-        this process trains, and after the last."""
-        ends = self._round_ends[1:]  # not the duration of the first round, in which processes start
-        if len(ends) < 2 or self.num_done >= self.num_rounds:
-            return None
-        durations = [end - start for start, end in pairwise(ends)]
-        return max(0.0, median(durations) * (self.num_rounds - self.num_done) - (time.monotonic() - ends[-1]))
-
-    # ---- drawing -----------------------------------------------------------------------------------------------------
 
     def render(self, width: int, height: int) -> list[Text]:
         """Return the lines of the panel: at most `height` lines, at most `width` characters wide. If they do not fit,
         less important lines are left out."""
         width = min(width, MAX_WIDTH)
         required = [self._title(width), *self._activity_rows(width)]
-        active = {activity.stage for activity in list(self.activities)}
+        active = {activity.stage for activity in list(self.activities.running)}
         stages = [
-            Text(name, "bold reverse" if name in active else "green" if name in self.finished else "dim")
-            for name in STAGE_BARS.get(self.flow, ())
+            Text(name, "bold reverse" if name in active else "green" if name in self.activities.finished else "dim")
+            for name in self.stages
         ]
         machine = {
             "machine": ", ".join(filter(None, [self.engines(), *describe_machine(self.machine)])),
-            "a round": self.last_round,
+            "a round": self.rounds.durations,
         }
         links = [Text(f"{title} ↗", style=Style(link=url, underline=True)) for title, url in self.links().items()]
         blocks = [
             [Text.assemble(("stages".ljust(LABEL), "dim"), Text(" > ", style="dim").join(stages))],
-            self._curve_rows(width),
+            self.curves.rows(width),
             [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in machine.items() if text],
             [Text("  ").join(links)] if links else [],
-            list(self.samples),
+            list(self.rounds.samples),
         ]
         rows = 1 + len(required)  # 1 for the horizontal rule above
         shown: list[list[Text]] = []
@@ -172,21 +203,21 @@ class Panel:
         return Text.assemble((f"{frame} ", "cyan"), self.phase or otherwise, (f"  {elapsed}", "dim"))
 
     def _title(self, width: int) -> Text:
-        elapsed = format_duration(time.monotonic() - self.started_at)
-        if not self.num_rounds:
+        elapsed, rounds = format_duration(time.monotonic() - self.started_at), self.rounds
+        if not rounds.planned:
             return Text.assemble((self.run, "bold"), f"  {elapsed}")
-        left = self.seconds_left()
+        left = rounds.seconds_left()
         times = elapsed if left is None else f"{elapsed}, {format_duration(left)} left"
-        text = f"{self.num_done}/{self.num_rounds} rounds"
+        text = f"{rounds.done}/{rounds.planned} rounds"
         size = max(0, min(40, width - len(self.run) - len(text) - len(times) - 6))
-        parts: list[str | tuple[str, str]] = [(self.run, "bold"), "  ", *bar(self.num_done, self.num_rounds, size)]
+        parts: list[str | tuple[str, str]] = [(self.run, "bold"), "  ", *bar(rounds.done, rounds.planned, size)]
         return Text.assemble(*parts, "  " if size else "", text, "  ", (times, "dim"))
 
     def _activity_rows(self, width: int) -> list[Text]:
         """Return a line for each running activity, or a single line during the shutdown or between two stages."""
         now, rows = time.monotonic(), []
         frame = SPINNER[int(now * 8) % len(SPINNER)]
-        activities = list(self.activities)
+        activities = list(self.activities.running)
         nested = {activity.stage for activity in activities if activity.total is not None}
         for activity in activities:
             if activity.total is None and activity.stage in nested:
@@ -199,21 +230,6 @@ class Panel:
             rows.append(Text.assemble(*parts, (f"  {format_duration(now - activity.started_at)}", "dim")))
         if self.phase or not rows:
             rows = [self.phase_row("between two stages")]
-        return rows
-
-    def _curve_rows(self, width: int) -> list[Text]:
-        values = [value for _, value in sorted(self.curve.items())]
-        rows = []
-        if values:
-            change = f"{values[0]:.3f} -> {values[-1]:.3f}"
-            line = sparkline(values, min(60, width - LABEL - len(change) - 2))
-            rows.append(Text.assemble((self.curve_name.ljust(LABEL), "dim"), (line, "green"), f"  {change}"))
-        if self.evaluations:
-            scores = [
-                f"{name} " + " -> ".join(f"{reward:.3f}" for _, reward in sorted(versions.items())[-5:])
-                for name, versions in list(self.evaluations.items())
-            ]
-            rows.append(Text.assemble(("eval".ljust(LABEL), "dim"), ", ".join(scores)))
         return rows
 
 

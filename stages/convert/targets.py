@@ -28,7 +28,7 @@ from penstock.stages.convert.config import ExportDtype, Mtp
 from penstock.storage import disk
 from penstock.storage.commit import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.disk import hash_file, map_in_threads, read_file
-from penstock.storage.errors import ModelError, OptionError, StoreError
+from penstock.storage.errors import ModelError, OptionError, StoreError, check_rules
 from penstock.storage.store import Store
 
 RECORD = ".penstock.json"  # the commit record in a directory written by `penstock convert --save`
@@ -225,17 +225,20 @@ def megatron_directory(directory: str | Path) -> Path | None:
     if not (path / TRACKER).is_file():
         return None
     name = read_file(path / TRACKER).decode(errors="replace").strip()
-    if not name.isdecimal() and name != RELEASE:
-        raise ModelError(
-            f"{path / TRACKER} contains {name[:40]!r}, which is neither a number of iterations nor {RELEASE!r}: give "
-            "the subdirectory of a checkpoint instead, or restore the file"
-        )
     checkpoint = path / (f"iter_{int(name):07d}" if name.isdecimal() else RELEASE)
-    if not (checkpoint / METADATA).is_file():
-        raise ModelError(
+    rules = (
+        (
+            not name.isdecimal() and name != RELEASE,
+            f"{path / TRACKER} contains {name[:40]!r}, which is neither a number of iterations nor {RELEASE!r}: give "
+            "the subdirectory of a checkpoint instead, or restore the file",
+        ),
+        (
+            not (checkpoint / METADATA).is_file(),
             f"{path / TRACKER} names {name[:40]!r}, but {checkpoint} is not a torch_dist checkpoint: use a completely "
-            "saved checkpoint"
-        )
+            "saved checkpoint",
+        ),
+    )
+    check_rules(rules, ModelError)
     return checkpoint
 
 

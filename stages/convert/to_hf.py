@@ -112,7 +112,15 @@ class ExportPlan:
         full = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in copied.items()}
         full |= {name: meta[name] for name in self.layout.megatron_names()}
         names = [*self.layout.megatron_names(), *copied]
-        self.shards = plan_shards([self._plan_exported_tensors(name, full[name]) for name in names], shard_bytes)
+        groups = [
+            [
+                planned
+                for name, part in self._split(source, full[source])
+                for planned in self._plan_tensor_and_scales(source, name, part)
+            ]
+            for source in names
+        ]
+        self.shards = plan_shards(groups, shard_bytes)
         remaining = iter(names)
         self.files = [ExportFile(shard, tuple(next(remaining) for _ in shard.groups)) for shard in self.shards]
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
@@ -183,12 +191,6 @@ class ExportPlan:
             return [(source, tensor)]
         tensors = self.layout.to_hf(source, tensor)
         return stack_expert(tensors) if self.stacks_experts else tensors
-
-    def _plan_exported_tensors(self, source: str, full: Tensor) -> list[NamedTensor]:
-        """Return names, dtypes and shapes of the tensors that are exported from `source`: a Megatron parameter, or a
-        tensor that is copied."""
-        parts = self._split(source, full)
-        return [named for name, part in parts for named in self._plan_tensor_and_scales(source, name, part)]
 
     def _plan_tensor_and_scales(self, source: str, name: str, tensor: Tensor) -> list[NamedTensor]:
         """Return name, dtype and shape of an exported tensor and, if it is quantized to fp8, of its scales."""

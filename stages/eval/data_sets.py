@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from penstock.storage.commit import JOURNAL, commit_key
 from penstock.storage.config import StageConfig
 from penstock.storage.disk import read_file
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")  # part of file names, which have at most 255 bytes
 _MAX_BYTES = 4 << 20
@@ -48,10 +48,11 @@ class DataSetSettings(BaseModel):
     @classmethod
     def _refuse_boolean_and_empty(cls, value: Any) -> Any:
         """Refuse booleans, which pydantic would convert to numbers, and ""."""
-        if isinstance(value, bool):
-            raise ValueError("a setting cannot be true or false: give a number or text")
-        if value == "":
-            raise ValueError("give a value, or remove the line")
+        rules = [
+            (isinstance(value, bool), "a setting cannot be true or false: give a number or text"),
+            (value == "", "give a value, or remove the line"),
+        ]
+        check_rules(rules)
         return value
 
 
@@ -85,23 +86,21 @@ class EvalFile(BaseModel):
 
 def read_eval_file(path: str) -> EvalFile:
     """Read and validate the --eval-config file at `path`. Raises OptionError for the first problem in it."""
+    is_yaml = path.endswith(_YAML)
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8").replace("\r\n", "\n")
-        values = _parse_eval_yaml(text) if path.endswith(_YAML) else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise OptionError(f"this file is not TOML ({type(error).__name__}: {error}): correct it") from None
+        values = parse_yaml(text) if is_yaml else tomllib.loads(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # includes TOMLDecodeError and UnicodeDecodeError
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise OptionError(f"this file is not {'YAML' if is_yaml else 'TOML'} ({reason}): correct it") from None
     except OSError as error:
         raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
-    return parse_eval_file(values)
+    return parse_eval_file(_structure_of_toml(values) if is_yaml else values)
 
 
-def _parse_eval_yaml(text: str) -> dict[str, Any]:
+def _structure_of_toml(values: Any) -> dict[str, Any]:
     """Return the content of a YAML or JSON file in the structure of the TOML file. In YAML, everything may be below the
     key `eval`, and `datasets` may be a mapping from names to settings."""
-    try:
-        values = parse_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise OptionError(f"this file is not YAML ({' '.join(str(error).split())[:150]}): correct it") from None
     if isinstance(values, dict) and list(values) == ["eval"]:
         values = values["eval"]
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
@@ -153,18 +152,20 @@ def _describe_error(error: Any, data_sets: list[dict[str, Any]]) -> str:
 def check_data_set_names(names: list[str]) -> None:
     """Check that data set names are valid and unique."""
     for name in names:
-        if not _NAME.fullmatch(name):
-            raise OptionError(
+        rules = [
+            (
+                not _NAME.fullmatch(name),
                 f"{name[:60]!r} cannot name a data set: use at most 100 letters, digits, dots, dashes and underscores, "
-                "with a letter or digit first"
-            )
-        if name.endswith((JOURNAL, commit_key(""))):
-            raise OptionError(
+                "with a letter or digit first",
+            ),
+            (
+                name.endswith((JOURNAL, commit_key(""))),
                 f"{name[:60]!r} cannot name a data set, because its evaluation would look like the journal or the "
-                "commit record of another one: give it another name"
-            )
-        if names.count(name) > 1:
-            raise OptionError(f"two data sets are named {name}: give each a different name")
+                "commit record of another one: give it another name",
+            ),
+            (names.count(name) > 1, f"two data sets are named {name}: give each a different name"),
+        ]
+        check_rules(rules)
 
 
 def parse_yaml(text: str) -> Any:

@@ -295,23 +295,24 @@ def read_instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any
     per_instruction = kwargs if isinstance(kwargs, list) else [kwargs] * len(names)
     instructions = []
     for name, given in itertools.zip_longest(names, per_instruction[: len(names)]):
+        problem, arguments = "", {}
         if name == "words:start_verb":
-            raise RewardError(
-                f"instruction {name!r} needs a part-of-speech tagger, which Penstock does not include: remove rows "
-                "with it"
-            )
-        if name not in CHECKS:
+            problem = "needs a part-of-speech tagger, which Penstock does not include: remove rows with it"
+        elif name not in CHECKS:
             near = nearest_name(name, CHECKS)
             hint = f"did you mean {near}?" if near else "remove rows with it; docs/rewards.md lists the known ids"
-            raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
-        arguments = {}
-        for parameter in list(inspect.signature(CHECKS[name]).parameters)[1:]:  # the first parameter is the text
-            value = (given or {}).get(parameter)
-            if value is None:
-                raise RewardError(
-                    f"instruction {name!r} needs the argument {parameter!r}, which the row's `kwargs` do not give: add "
-                    "it, or remove the row"
+            problem = f"is unknown: {hint}"
+        else:
+            parameters = list(inspect.signature(CHECKS[name]).parameters)[1:]  # the first parameter is the text
+            arguments = {parameter: (given or {}).get(parameter) for parameter in parameters}
+            if missing := [parameter for parameter, value in arguments.items() if value is None]:
+                problem = (
+                    f"needs the argument {missing[0]!r}, which the row's `kwargs` do not give: add it, or remove the "
+                    "row"
                 )
+        if problem:
+            raise RewardError(f"instruction {name!r:.60} {problem}")
+        for parameter, value in arguments.items():
             # Parquet readers turn integers into floats in columns with nulls: convert 3.0 to 3
             arguments[parameter] = int(value) if isinstance(value, float) and value.is_integer() else value
         instructions.append((name, arguments))

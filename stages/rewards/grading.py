@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from penstock.stages.rewards.hub import (
     get_checked_builtin_reward,
     row_reward_path,
 )
-from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
+from penstock.stages.rewards.outcome import Outcome, grade_builtin, outcome_of_exception, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
@@ -42,7 +43,7 @@ from penstock.storage.samples.sample import Sample
 GRACE_PERIOD = 1.0  # seconds after the time limit during which the grading process can cancel an async call itself
 
 
-class Grader:
+class Grader(AbstractContextManager["Grader", None]):
     """Grades samples. Grading processes start when first needed, up to `num_workers` per reward (rows may name
     additional rewards), and run until `close`. A Grader is a context manager. Raises RewardError."""
 
@@ -72,9 +73,6 @@ class Grader:
             evaluated_integers=options.rm_evaluated_integers,
         )
         return cls(settings, num_workers)
-
-    def __enter__(self) -> Grader:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -214,7 +212,7 @@ def _outcome_of_lost_process(lost: WorkerLost, settings: RewardSettings) -> Outc
         doing = "loading" if lost.is_loading else "running"
         reason = f"the grading process died: it exited while {doing} {name}"
     if not lost.is_loading:
-        return failed_outcome(reason)
+        return Outcome(error=reason)
     return PluginError(
         f"the grading process of {name} did not start: {reason}. The reward must load within "
         f"--reward-start-timeout {settings.start_timeout:g} s and must not exit: see the reward's output in the "
@@ -256,7 +254,7 @@ def prepare_grading(settings: RewardSettings) -> Callable[[list[Sample]], Any]:
                 values = await await_all(call(samples))
             return parse_rewards(values, len(samples), settings.reward_key, name)
         except TimeoutError:
-            return [failed_outcome(f"timeout: more than {limit:g} s in {name}")] * len(samples)
+            return [Outcome(error=f"timeout: more than {limit:g} s in {name}")] * len(samples)
         except (Exception, SystemExit) as error:  # SystemExit would stop the event loop and thereby all other jobs
             return [outcome_of_exception(error, name)] * len(samples)
 

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from penstock.stages.rewards import builtin
-from penstock.storage.errors import PluginError, RewardError, nearest_name
+from penstock.storage.errors import PluginError, RewardError, check_rules, nearest_name
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
 
@@ -55,18 +55,21 @@ def row_reward_path(metadata: Mapping[str, Any], allowed: str | None) -> str | N
     path = metadata.get("custom_rm_path")
     if not path:
         return None
-    if allowed is None:
-        raise PluginError(
+    is_path = isinstance(path, str) and _DOTTED_PATH.fullmatch(path)
+    rules = [
+        (
+            allowed is None,
             f"a row's metadata names code to import, custom_rm_path {path!r:.100}, which is off by default: if you "
-            "trust the data, give --allow-row-code PACKAGE, else remove custom_rm_path from the metadata"
-        )
-    prefixes = (f"{allowed}.", f"{allowed}:")
-    if not isinstance(path, str) or not _DOTTED_PATH.fullmatch(path) or not path.startswith(prefixes):
-        raise PluginError(
-            f"a row's custom_rm_path {path!r:.100} is not inside --allow-row-code {allowed}: "
-            f"write {allowed}.module:name"
-        )
-    return path
+            "trust the data, give --allow-row-code PACKAGE, else remove custom_rm_path from the metadata",
+        ),
+        (
+            not is_path or not path.startswith((f"{allowed}.", f"{allowed}:")),
+            f"a row's custom_rm_path {path!r:.100} is not inside --allow-row-code {allowed}: write "
+            f"{allowed}.module:name",
+        ),
+    ]
+    check_rules(rules, PluginError)
+    return str(path)
 
 
 # ---- built-in rewards ------------------------------------------------------------------------------------------------
@@ -134,15 +137,14 @@ REWARDS: dict[str, BuiltinReward] = {
 def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
     content of the last \\boxed{} in the response."""
-    if not name:
-        raise RewardError(
-            "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
-        )
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         near = nearest_name(base_name, REWARDS)
         hint = f"did you mean {near}?" if near else "choose a built-in reward, or give --custom-rm-path"
-        raise RewardError(f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}")
+        problem = f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}"
+        if not name:
+            problem = "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in every row's metadata"
+        raise RewardError(problem)
     reward = REWARDS[base_name]
     if name == base_name:
         return reward
@@ -157,11 +159,13 @@ def get_builtin_reward(name: str) -> BuiltinReward:
 def get_checked_builtin_reward(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
     """Return the built-in reward `name`. Raises RewardError if it is unknown, or a flag that it needs is missing."""
     reward = get_builtin_reward(name)
-    if reward.keys and reward_key not in reward.keys:
-        raise RewardError(
-            f"the reward {name} returns a dictionary with the keys {', '.join(reward.keys)}: "
-            f"select one of them with --reward-key (now {reward_key})"
-        )
-    if reward.remote and not rm_url:
-        raise RewardError(f"the reward {name} needs a server: give the server's URL with --rm-url")
+    rules = [
+        (
+            reward.keys and reward_key not in reward.keys,
+            f"the reward {name} returns a dictionary with the keys {', '.join(reward.keys)}: select one of them with "
+            f"--reward-key (now {reward_key})",
+        ),
+        (reward.remote and not rm_url, f"the reward {name} needs a server: give the server's URL with --rm-url"),
+    ]
+    check_rules(rules, RewardError)
     return reward

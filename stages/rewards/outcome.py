@@ -40,14 +40,9 @@ class Outcome:
             sample.metadata["error"] = self.error
 
 
-def failed_outcome(reason: str) -> Outcome:
-    """Return the outcome of a sample whose grading failed, with `reason` as its `error`."""
-    return Outcome(error=reason)
-
-
 def outcome_of_exception(error: BaseException, name: str) -> Outcome:
     """Return the outcome of a sample for which the reward function `name` raised `error`."""
-    return failed_outcome(f"{type(error).__name__}: {error} (raised by {name})")
+    return Outcome(error=f"{type(error).__name__}: {error} (raised by {name})")
 
 
 def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
@@ -78,7 +73,7 @@ def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_
         )
     else:
         return [parse_reward(value, reward_key, reward_name) for value in values]
-    return [failed_outcome(f"the reward function returned {reason}")] * num_samples
+    return [Outcome(error=f"the reward function returned {reason}")] * num_samples
 
 
 def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcome:
@@ -102,11 +97,11 @@ def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcom
         value = value[reward_key]
     reward = _to_float(value)
     if value is None:
-        return failed_outcome(f"the reward function returned None: {reward_name} must return a number")
+        return Outcome(error=f"the reward function returned None: {reward_name} must return a number")
     if reward is None:
-        return failed_outcome(f"the reward function returned no number: {reward_name} returned {_safe_repr(value)}")
+        return Outcome(error=f"the reward function returned no number: {reward_name} returned {_safe_repr(value)}")
     if not math.isfinite(reward):
-        return failed_outcome(f"the reward function returned {reward}: {reward_name} must return a finite number")
+        return Outcome(error=f"the reward function returned {reward}: {reward_name} must return a finite number")
     return Outcome(reward=reward, rewards={key: part for key, part in rewards.items() if math.isfinite(part)})
 
 

@@ -22,7 +22,7 @@ from penstock.stages.rewards.hub import (
 )
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.storage.errors import InputError, RewardError
+from penstock.storage.errors import InputError, RewardError, check_rules
 from penstock.storage.samples.sample import Sample, Status
 
 _CONNECT_TIMEOUT = 5.0  # seconds
@@ -48,15 +48,20 @@ def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None
             name = builtin_reward_name(row.metadata, options.rm_type)
             reward = get_checked_builtin_reward(name, options.rm_url, options.reward_key)
             answers = (row.label, *map(row.metadata.get, reward.answer_fields))
-            if reward.compares_label and not any(str(answer or "").strip() for answer in answers):
-                column = f"fill its column {options.label_key!r}, or name another column with --label-key"
-                fix = column if options.label_key else "name the column with the labels with --label-key"
-                raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
-            if reward.compares_label and _is_json_of_texts(row.label):
-                raise RewardError(
+            column = f"fill its column {options.label_key!r}, or name another column with --label-key"
+            fix = column if options.label_key else "name the column with the labels with --label-key"
+            rules = [
+                (
+                    reward.compares_label and not any(str(answer or "").strip() for answer in answers),
+                    f"the row has no label, which the reward {name} needs: {fix}",
+                ),
+                (
+                    reward.compares_label and _is_json_of_texts(row.label),
                     f"the label {row.label:.100} is a JSON value with several texts, but the reward {name} compares "
-                    "only one text: name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
-                )
+                    "only one text: name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path",
+                ),
+            ]
+            check_rules(rules, RewardError)
             reward.check_row(row.label, row.metadata)
         except InputError as error:
             raise type(error)(f"{row.where}: {error}") from None
@@ -160,9 +165,8 @@ def try_reward_on_test_samples(
     with Grader.from_options(options, 1, arguments) as grader:
         futures = grader.submit_group(samples) if options.group_rm else [grader.submit(sample) for sample in samples]
         outcomes: list[Outcome] = [future.result() for future in futures]
-    for outcome in outcomes:
-        if outcome.request_error is not None:
-            raise RewardError(outcome.request_error)
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        outcome.apply(sample)  # raises RewardError if the settings of the reward are wrong
     reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(reasons) == len(outcomes):
         form = f"; {describe_reward_function(options.group_rm)}" if _is_user_defined(options, row) else ""

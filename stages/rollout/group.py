@@ -26,13 +26,13 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.generation import EngineClient, Generation, PromptImage, Scores, TokenCounts
 from penstock.stages.images import SampleImages
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.outcome import Outcome, failed_outcome
+from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_unfinished
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import DataError, PluginError
+from penstock.storage.errors import DataError, PluginError, check_rules
 from penstock.storage.failpoints import failpoint
 from penstock.storage.samples.sample import TEACHER, Sample, Status
 from penstock.storage.secret_references import resolve_secrets
@@ -153,7 +153,7 @@ class GroupRunner:
                 group = await self._call_generator(group)
             except ValueError as error:  # only this prompt is invalid (too long, for example); the round continues
                 for sample in group:
-                    failed_outcome(f"refused by the engine: {error}").apply(sample)
+                    Outcome(error=f"refused by the engine: {error}").apply(sample)
                 return group
         self.last_token_time = time.perf_counter()
         self.generated += group
@@ -484,16 +484,20 @@ class Teacher:
 
     async def _score(self, sample: Sample) -> Scores:
         client = self.clients.get("" if "" in self.clients else sample.metadata.get(TEACHER, ""))
-        if client is None:
-            raise DataError(
+        rules = [
+            (
+                client is None,
                 f"sample {sample.sample_id} names the teacher {sample.metadata.get(TEACHER)!r}, but --opd-teacher-url "
-                f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key"
-            )
-        if sample.images:
-            raise DataError(
+                f"has {', '.join(sorted(self.clients))}: name one of these in the column of --opd-teacher-key",
+            ),
+            (
+                sample.images,
                 f"sample {sample.sample_id} has images, which an engine's teacher does not see: use a vision-language "
-                "teacher in the trainer (--opd-teacher-load), or prompts without images"
-            )
+                "teacher in the trainer (--opd-teacher-load), or prompts without images",
+            ),
+        ]
+        check_rules(rules, DataError)
+        assert client is not None
         try:
             async with self.slots:
                 return await client.score(sample.token_ids, self.top_k)

@@ -161,27 +161,23 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     """Send a POST request with a JSON body, and return the JSON of its response. Failed connections are retried.
     Requests to the run's engines and router are sent with the API key."""
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
-        for attempt in range(max_retries):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 response = await client.post(url, json=payload, headers=_request_headers(url, headers))
                 response.raise_for_status()
-                answer = response.json()
-                _remember_answer(payload, answer)
-                return answer
+                break
             except httpx.TransportError:
-                if attempt + 1 >= max_retries:
+                if attempt >= max_retries:
                     raise
                 await asyncio.sleep(1)
-    raise PluginError(f"max_retries is {max_retries}: give 1 or more")
-
-
-def _remember_answer(payload: Any, answer: Any) -> None:
-    """Keep an engine's answer for `UserSample.take_answers`."""
-    answers = ANSWERS.get()
+    answer, answers = response.json(), ANSWERS.get()  # answers of engines, for `UserSample.take_answers`
     info = answer.get("meta_info") or {} if isinstance(answer, dict) else {}
     if answers is not None and "input_ids" in payload and (new := info.get("output_token_logprobs")):
         token_ids, logprobs = [item[1] for item in new], [item[0] for item in new]
         answers.append(EngineAnswer(list(payload["input_ids"]), token_ids, logprobs, info))
+    return answer
 
 
 async def get(url: str) -> Any:

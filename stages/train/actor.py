@@ -79,11 +79,8 @@ class TrainActor:
 
     def call(self, owner: str, method: str, *args: Any) -> Any:
         """Call a method of this rank for the driver with the token `owner`; before that, move the offloaded state
-        (weights, gradients, optimizer) that the method needs back to the device.
-
-        Raises:
-            FencedError: another driver has taken over this rank.
-        """
+        (weights, gradients, optimizer) that the method needs back to the device. Raises FencedError if another driver
+        has taken over this rank."""
         if owner != self._owner:
             raise FencedError(
                 f"another driver has taken over the trainer of run {self.spec.run!r}, so this driver stops; its "
@@ -211,10 +208,10 @@ class TrainActor:
         """
         import ray
 
+        from penstock.engines.lora import open_peft
         from penstock.stages.train.build import (
             load_auxiliary_model,
             load_initial,
-            load_initial_adapters,
             open_commit_files,
             resume_models,
         )
@@ -234,7 +231,8 @@ class TrainActor:
                     load_initial(self.models, directory)
             if (adapter := auxiliary.get("adapter")) is not None:
                 with open_commit_files(self.store, adapter, machine) as directory:
-                    load_initial_adapters(self.models, directory)
+                    with open_peft(directory, self.models.policy.shape) as matrices_of:
+                        self.models.policy.load_adapters(matrices_of)
             if checkpoint is not None:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)
@@ -271,7 +269,7 @@ class TrainActor:
                 trace=trace,
                 keep_tokens=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
             )
-            if config.refreshes_reference_at(version + 1):
+            if config.ref_update_interval and (version + 1) % config.ref_update_interval == 0:
                 self.models.refresh_reference()
             if config.hinted and config.hinted.opd_self_ema:
                 self.models.average = self.models.policy.average_weights(

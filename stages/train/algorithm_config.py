@@ -392,15 +392,6 @@ class AlgorithmConfig(StageConfig):
         """Whether the samples have log-probs of a teacher."""
         return self.opd is not None and bool(self.opd.engine or self.opd.opd_teacher_url)
 
-    def refreshes_reference_at(self, version: int) -> bool:
-        """Return whether policy `version` replaces the reference (--ref-update-interval)."""
-        return (
-            self.uses_reference
-            and version > 0
-            and self.ref_update_interval is not None
-            and version % self.ref_update_interval == 0
-        )
-
     @property
     def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Path, default function name (for a path without one), and argument names of each user-defined function."""

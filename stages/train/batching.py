@@ -136,11 +136,8 @@ def with_images(batch: Batch, table: pa.Table, vision: Vision, images: SampleIma
 
 
 def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
-    """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
-
-    Raises:
-        RunError: a trained sample has no teacher log-probs.
-    """
+    """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on. Raises RunError if a
+    trained sample has no teacher log-probs."""
     offsets, values = list_column(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
@@ -175,19 +172,18 @@ def add_teacher_data(batch: Batch, table: pa.Table, config: AlgorithmConfig) -> 
 def _read_top_k(table: pa.Table, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:  # [N, k] each
     """Return ids and log-probs of the teacher's k most probable tokens at each trained token. The samples may store
     more."""
-    if "teacher_top_ids" not in table.column_names:
-        raise RunError(
-            "the rollout was generated without --opd-top-k, so it has no tokens of a teacher: start a new run with "
-            f"--opd-teacher-engine or --opd-teacher-url, and --opd-top-k {k}"
-        )
-    offsets, ids = list_column(table, "teacher_top_ids")
-    logprobs, counts = list_column(table, "teacher_top_logprobs")[1], np.diff(offsets)
     trained = batch.num_trained_tokens > 0
-    stored = int((counts[trained] // batch.lengths[trained]).max(initial=k))
-    if (counts[trained] != stored * batch.lengths[trained]).any() or stored < k:
+    problem = "the rollout was generated without --opd-top-k, so it has no tokens of a teacher"
+    if "teacher_top_ids" in table.column_names:
+        offsets, ids = list_column(table, "teacher_top_ids")
+        logprobs, counts = list_column(table, "teacher_top_logprobs")[1], np.diff(offsets)
+        stored = int((counts[trained] // batch.lengths[trained]).max(initial=k))
+        is_complete = (counts[trained] == stored * batch.lengths[trained]).all()
+        lacking = f"samples of the rollout lack the teacher's {k} most probable tokens at some positions"
+        problem = "" if is_complete else lacking
+    if problem:
         raise RunError(
-            f"samples of the rollout lack the teacher's {k} most probable tokens at some positions: start a new run "
-            f"with --opd-top-k {k}"
+            f"{problem}: start a new run with --opd-teacher-engine or --opd-teacher-url, and --opd-top-k {k}"
         )
     local = batch.trained_positions - batch.offsets[batch.sample_index]
     first = (offsets[batch.sample_index] + local * stored)[:, None] + np.arange(k)
@@ -240,11 +236,8 @@ def spread(values: Tensor, trained: Batch, recorded: Batch) -> Tensor:  # [N] ->
 
 def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | None:  # [B] float64
     """Return the rewards that a user-defined function of the rollout has set for training (NaN for samples without a
-    reward), or None if it has set none.
-
-    Raises:
-        RunError: only some of the samples with a reward (not NaN in `rewards`) have a reward for training.
-    """
+    reward), or None if it has set none. Raises RunError if only some of the samples with a reward (not NaN in
+    `rewards`) have a reward for training."""
     values = pc.map_lookup(table["rewards"], TRAIN_REWARD, "first")
     if values.null_count == len(values):
         return None
@@ -258,11 +251,8 @@ def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | No
 
 
 def _read_component(table: pa.Table, name: str, rewards: np.ndarray) -> np.ndarray:  # [B] float64
-    """Return a component of every sample's reward; NaN for samples without a reward (NaN in `rewards`).
-
-    Raises:
-        RunError: a sample with a reward does not have the component.
-    """
+    """Return a component of every sample's reward; NaN for samples without a reward (NaN in `rewards`). Raises RunError
+    if a sample with a reward does not have the component."""
     result = pc.map_lookup(table["rewards"], name, "first").to_numpy().astype(np.float64)
     result[np.isnan(rewards)] = np.nan
     if num_missing := np.isnan(result[~np.isnan(rewards)]).sum():

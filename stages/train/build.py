@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.lora import open_peft
 from penstock.engines.training import (
     STATE_KINDS,
     EngineBuild,
@@ -152,12 +151,6 @@ def load_initial(models: Models, directory: Path) -> None:
     for engine in (models.policy, models.critic):
         if engine is not None:
             engine.load_weights(directory)
-
-
-def load_initial_adapters(models: Models, directory: Path) -> None:
-    """Load the policy's adapters from a PEFT directory. Not collective."""
-    with open_peft(directory, models.policy.shape) as matrices_of:
-        models.policy.load_adapters(matrices_of)
 
 
 def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.storage.config import option
-from penstock.storage.errors import OptionError, check_rules
+from penstock.storage.errors import check_rules
 
 OPTIMIZER_FIELDS = {
     *("lr", "vision_lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_decay_iters"),
@@ -186,13 +186,13 @@ class TrainConfig(AlgorithmConfig):
         """True if micro-batches are filled up to a number of tokens, False if they hold a fixed number of samples."""
         return self.micro_batch_size is None if self.use_dynamic_batch_size is None else self.use_dynamic_batch_size
 
-    def check_batch(self, global_batch_size: int) -> None:
-        """Check that each data-parallel replica gets a sample per optimizer step. Raises OptionError."""
-        if global_batch_size < self.data_parallel_size:
-            raise OptionError(
-                f"--global-batch-size {global_batch_size} is smaller than the {self.data_parallel_size} data-parallel "
-                "replicas, each of which needs a sample per step: raise --global-batch-size, or use fewer trainer ranks"
-            )
+    def batch_rule(self, global_batch_size: int) -> tuple[object, str]:
+        """Return the rule (is violated, error message) that each data-parallel replica gets a sample per step."""
+        return (
+            global_batch_size < self.data_parallel_size,
+            f"--global-batch-size {global_batch_size} is smaller than the {self.data_parallel_size} data-parallel "
+            "replicas, each of which needs a sample per step: raise --global-batch-size, or use fewer trainer ranks",
+        )
 
     def rules(self) -> Iterator[tuple[object, str]]:
         yield from super().rules()
@@ -212,7 +212,7 @@ class TrainConfig(AlgorithmConfig):
             f"{experts}: change one of these options",
         )
         if self.global_batch_size is not None:
-            self.check_batch(self.global_batch_size)
+            yield self.batch_rule(self.global_batch_size)
         yield (
             self.distills_vocabulary and self.hinted and self.context_parallel_size > 1,
             f"--opd-divergence with --opd-self needs the positions of a token after two prompts on one rank, but "
@@ -235,32 +235,30 @@ class TrainConfig(AlgorithmConfig):
 
     def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
         """Return the learning-rate schedule of a run of `num_steps` optimizer steps (0: unknown): lr_decay_iters,
-        lr_warmup_iters.
-
-        Raises:
-            OptionError: the options contradict each other, or the schedule needs --lr-decay-iters.
-        """
-        decay, warmup_iters = self.lr_decay_iters, self.lr_warmup_iters
-        needs_steps = self.lr_decay_style != "constant" or self.lr_warmup_fraction is not None
+        lr_warmup_iters. Raises OptionError if the options contradict each other, or the schedule needs
+        --lr-decay-iters."""
+        decay, warmup_iters, fraction = self.lr_decay_iters, self.lr_warmup_iters, self.lr_warmup_fraction
+        needs_steps = self.lr_decay_style != "constant" or fraction is not None
         if needs_steps and decay is None:
-            if not num_steps:
-                flag = "--lr-warmup-fraction" if self.lr_decay_style == "constant" else "--lr-decay-style"
-                raise OptionError(
-                    f"{flag} needs --lr-decay-iters, the number of optimizer steps until the learning rate reaches "
-                    "--min-lr, because --num-rollout does not give it: add --lr-decay-iters"
-                )
             decay = num_steps
-        if self.lr_warmup_fraction is not None:
-            num_steps = int(self.lr_warmup_fraction * (decay or 0))
-            if warmup_iters not in (0, num_steps):
-                raise OptionError(
-                    f"--lr-warmup-fraction {self.lr_warmup_fraction:g} is {num_steps} steps, but --lr-warmup-iters is "
-                    f"{warmup_iters}: omit --lr-warmup-fraction, or --lr-warmup-iters"
-                )
-            warmup_iters = num_steps
+        if fraction is not None:
+            warmup_iters = int(fraction * (decay or 0))
+        flag = "--lr-warmup-fraction" if self.lr_decay_style == "constant" else "--lr-decay-style"
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr, "--vision-lr": self.vision_lr}
         warmups = {"--lr-warmup-iters": warmup_iters, "--critic-lr-warmup-iters": self.critic_lr_warmup_iters}
         rules: list[tuple[object, str]] = [
+            (
+                needs_steps and not decay,
+                f"{flag} needs --lr-decay-iters, the number of optimizer steps until the learning rate reaches "
+                "--min-lr, because --num-rollout does not give it: add --lr-decay-iters",
+            ),
+            (
+                self.lr_warmup_iters not in (0, warmup_iters),
+                f"--lr-warmup-fraction {fraction or 0:g} is {warmup_iters} steps, but --lr-warmup-iters is "
+                f"{self.lr_warmup_iters}: omit --lr-warmup-fraction, or --lr-warmup-iters",
+            ),
+        ]
+        rules += [
             (self.min_lr > rate, f"--min-lr {self.min_lr:g} is above {name} {rate:g}: lower --min-lr")
             for name, rate in rates.items()
             if rate is not None

@@ -122,12 +122,8 @@ def count_sample_uses(batch: Batch, config: TrainConfig, order: Sequence[int]) -
 
 def samples_of_steps(trajectory_index: np.ndarray, config: TrainConfig) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step: blocks of --global-batch-size consecutive trajectories, or else
-    --num-steps-per-rollout equal blocks. All samples of a trajectory are in the same step.
-
-    Args:
-        trajectory_index: [B] number of each sample's trajectory, in order of appearance.
-        config: options of the batches.
-    """
+    --num-steps-per-rollout equal blocks. All samples of a trajectory are in the same step. `trajectory_index` [B] is
+    the number of each sample's trajectory, in order of appearance."""
     num_trajectories = int(trajectory_index.max(initial=-1)) + 1
     size, num_steps = config.global_batch_size, config.num_steps_per_rollout or 1
     flag, divisor = ("--num-steps-per-rollout", num_steps) if size is None else ("--global-batch-size", size)
@@ -188,11 +184,7 @@ def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
 
     Uses the largest differencing method (Karmarkar & Karp 1982) with equal counts: every `num_shares` items start as a
     partition with one item per share. The two most uneven partitions are merged, the heaviest share of one with the
-    lightest share of the other, until one partition remains.
-
-    Args:
-        costs: cost of each item; the number of items is a multiple of `num_shares`.
-        num_shares: number of shares.
+    lightest share of the other, until one partition remains. The number of items must be a multiple of `num_shares`.
     """
     assert len(costs) % num_shares == 0, f"{len(costs)} items cannot be split into {num_shares} shares of equal count"
     order, tie_breaker = sorted(range(len(costs)), key=lambda item: -costs[item]), count()

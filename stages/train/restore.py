@@ -18,7 +18,7 @@ from penstock.engines.training import train_backend
 from penstock.stages.train.reuse import Reuse
 from penstock.stages.train.spec import AVERAGE, AuxiliaryModel, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
-from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
+from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, commit_key
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
@@ -52,8 +52,6 @@ class PolicyRestorer:
     next rollout.
 
     Args:
-        store: the run's store.
-        keys: the run's keys in the store.
         group: the trainer's ranks; started if they are not running, restarted if they hold different states.
         base: checkpoint with the weights of version 0.
         provenance: further fields of every commit (config_hash, code_version).
@@ -103,11 +101,8 @@ class PolicyRestorer:
                 _check_agreement(committed, trained, self.keys.step_prefix(rollout_id))
 
     def load_checkpoint(self, version: int) -> None:
-        """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights.
-
-        Raises:
-            ReplayError: the loaded weights or optimizer state do not match the hashes in the checkpoint's commit.
-        """
+        """Load the committed checkpoint of policy `version` on every rank; version 0 means the starting weights. Raises
+        ReplayError if the loaded weights or optimizer state do not match the hashes in the checkpoint's commit."""
         checkpoint = self._read_commit(self.keys.checkpoint_prefix(version)) if version else None
         base_key = self.base.key
         if has_adapters(checkpoint) or self.group.spec.config.lora:
@@ -328,13 +323,6 @@ def adapter_base(store: Store, keys: RunKeys, version: int, model: str) -> str:
     return checkpoint.inputs["base"] if has_adapters(checkpoint) else commit_key(keys.checkpoint_prefix(newest))
 
 
-def step_ref(keys: RunKeys, commit: Commit) -> StepRef:
-    """Return the StepRef (store key, rollout id, policy version) of a step commit."""
-    return StepRef(
-        key=commit_key(keys.step_prefix(commit.index)), rollout_id=commit.index, policy_version=commit.policy_version
-    )
-
-
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
@@ -342,17 +330,19 @@ def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> No
     """Check that a training result matches its commit: equal weights if the numerics fingerprints are equal, otherwise
     metrics within `TOLERANCE`. Raises ReplayError."""
     if _has_same_numerics(committed, trained.fingerprint):
-        if why := _describe_hash_difference(committed.state["digest"], trained.digest):
-            raise ReplayError(
-                f"retraining {prefix} produced weights that differ from the committed ones, although hardware, "
-                f"libraries and parallel layout are the same: {why}. Check for user-defined functions that have "
-                "changed or use random numbers, faulty hardware and nondeterministic kernels; the commits are unchanged"
-            )
-    elif why := _describe_metric_beyond_tolerance(committed, trained):
-        raise ReplayError(
-            f"retraining {prefix} produced {why}. Resume with the hardware and placement of the original training: "
-            f"{committed.state['fingerprint']}"
+        why = _describe_hash_difference(committed.state["digest"], trained.digest)
+        problem = (
+            f"weights that differ from the committed ones, although hardware, libraries and parallel layout are the "
+            f"same: {why}. Check for user-defined functions that have changed or use random numbers, faulty hardware "
+            "and nondeterministic kernels; the commits are unchanged"
         )
+    else:
+        why = _describe_metric_beyond_tolerance(committed, trained)
+        problem = (
+            f"{why}. Resume with the hardware and placement of the original training: {committed.state['fingerprint']}"
+        )
+    if why:
+        raise ReplayError(f"retraining {prefix} produced {problem}")
 
 
 def _has_same_numerics(committed: Commit, fingerprint: dict[str, Any]) -> bool:

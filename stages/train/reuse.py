@@ -29,11 +29,8 @@ class Reuse:
 
     def compare(self, store: Store, rollout: Commit, step: Commit) -> dict[str, float]:
         """Return the metrics of a trained round: `step` is its commit, which is not in the store yet. They are absent
-        if the trainer has written no log-probs (rounds that train only the critic, a user-defined loss).
-
-        Raises:
-            GateFailed: the effective sample size of the tokens is below the bound.
-        """
+        if the trainer has written no log-probs (rounds that train only the critic, a user-defined loss). Raises
+        GateFailed if the effective sample size of the tokens is below the bound."""
         trained = read_trained_tokens(store, step)
         if trained is None:
             return {}

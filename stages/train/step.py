@@ -102,7 +102,6 @@ def train_rollout(
     Args:
         models: policy, and the critic, reference and teacher that `config` requires.
         batch: the whole rollout, the same on every rank.
-        config: options of the algorithm and the batches.
         temperature: sampling temperature of the rollout; the policy's logits are divided by it.
         critic_only: train only the critic; the policy is not updated.
         trace: wraps the parts "train_log_probs" (before the update) and "train_actor" (the update).

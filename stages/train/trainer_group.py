@@ -178,11 +178,8 @@ class TrainerGroup:
 
     def policy_state(self) -> PolicyState | None:
         """Return the policy version that all ranks hold, or None if no ranks have models. If a rank does not answer, or
-        the ranks hold different states, kill the group and return None.
-
-        Raises:
-            FencedError: another driver has taken over the ranks.
-        """
+        the ranks hold different states, kill the group and return None. Raises FencedError if another driver has taken
+        over the ranks."""
         import ray
 
         with self.lock:
@@ -329,9 +326,10 @@ class TrainerGroup:
                     raise cause from error
                 dead = _find_dead_rank(self.cluster, calls)
                 self.kill(actors)
+                failure = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
                 if dead is not None:
-                    raise RankDied(_death_message(self._ranks, dead, method, error)) from error
-                raise (error.cause if isinstance(error, ray.exceptions.RayTaskError) else error) from error
+                    failure = RankDied(_death_message(self._ranks, dead, method, error))
+                raise failure from error
             except BaseException:
                 self.kill(actors)
                 raise

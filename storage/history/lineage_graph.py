@@ -182,12 +182,12 @@ def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
     if models := [id for id in graph.nodes for start in hashes if id.startswith(f"{start}{reference}")]:
         return graph.nodes[models[0]]
     run, _, rest = reference.partition("/")
+    problem = f"run {run!r} has no {rest or 'trained policy'}"
     if run not in graph.models:
-        names = ", ".join(sorted(graph.models)) or "none"
-        raise RunError(f"store {store.uri} has no run {run!r} (it has: {names}): give one of {REFERENCES}")
-    if (id := find_id(graph, store, run, rest)) not in graph.nodes:
-        raise RunError(f"run {run!r} has no {rest or 'trained policy'}: give one of {REFERENCES}")
-    return graph.nodes[id]
+        problem = f"store {store.uri} has no run {run!r} (it has: {', '.join(sorted(graph.models)) or 'none'})"
+    elif (id := find_id(graph, store, run, rest)) in graph.nodes:
+        return graph.nodes[id]
+    raise RunError(f"{problem}: give one of {REFERENCES}")
 
 
 def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:

@@ -7,13 +7,11 @@ checks the samples, deletion.py finds unused files.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
-from penstock.storage.blobs import DIRECTORY, blob_key, read_blob
+from penstock.storage.blobs import blob_key, read_blob
 from penstock.storage.commit import (
     CheckpointRef,
     Commit,
@@ -153,39 +151,34 @@ class _RunAudit:
         `check_sample_ids_and_prompts` checks."""
         store, blobs = self.store, {d: prefix for prefix, commit in commits.items() for d in commit.blobs}
         files = [(prefix, commit, record) for prefix, commit in commits.items() for record in commit.files]
-        # Prefix of the stage, key of the file, its size, and a function that verifies the hash.
-        jobs: list[tuple[str, str, int, Callable[[], object]]] = [
-            (prefix, record.path, record.bytes, partial(self._verify_hash, commit, record))
+        # Prefix of the stage, key of the file, its size, and its record if it is not a blob.
+        jobs: list[tuple[str, str, int, FileRecord | None]] = [
+            (prefix, record.path, record.bytes, record)
             for prefix, commit, record in files
             if commit.kind not in ("rollout", "eval")
         ]
-        jobs += [
-            (prefix, blob_key(digest), commits[prefix].blobs[digest], partial(read_blob, store, digest))
-            for digest, prefix in blobs.items()
-        ]
+        jobs += [(prefix, blob_key(digest), commits[prefix].blobs[digest], None) for digest, prefix in blobs.items()]
         self.result.num_files = len(files) + len(blobs)
         self.result.num_bytes = sum(record.bytes for _, _, record in files)
         self.result.num_bytes += sum(commits[prefix].blobs[digest] for digest, prefix in blobs.items())
 
-        def describe_damage(job: tuple[str, str, int, Callable[[], object]]) -> str | None:
-            prefix, key, num_bytes, verify_hash = job
+        def describe_damage(job: tuple[str, str, int, FileRecord | None]) -> str | None:
+            (prefix, key, num_bytes, record), problem = job, ""
             try:
                 if (size := store.size(key)) != num_bytes:
-                    raise size_mismatch_error(key, num_bytes, size)
-                if verify_hashes:
-                    verify_hash()
+                    problem = str(size_mismatch_error(key, num_bytes, size))
+                elif verify_hashes and record is None:
+                    read_blob(store, key.rpartition("/")[2])
+                elif verify_hashes:  # one file at a time: temporary files of a whole checkpoint may not fit on the disk
+                    with store.reading(commits[prefix].model_copy(update={"files": [record]})):
+                        pass
             except StoreError as error:
-                if store.read(commit_key(prefix)) is None:  # the checkpoint expired during the audit
-                    return None
-                return f"{error} (an image of {prefix})" if key.startswith(f"{DIRECTORY}/") else str(error)
-            return None
+                problem = str(error)
+            if not problem or store.read(commit_key(prefix)) is None:  # the checkpoint expired during the audit
+                return None
+            return problem if record else f"{problem} (an image of {prefix})"
 
         self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
-
-    def _verify_hash(self, commit: Commit, record: FileRecord) -> None:
-        # One file at a time: a whole checkpoint may not fit on the disk for temporary files.
-        with self.store.reading(commit.model_copy(update={"files": [record]})):
-            pass
 
     def check_inputs_exist(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an

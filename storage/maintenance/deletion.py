@@ -36,7 +36,7 @@ from pydantic import model_validator
 
 from penstock.storage.blobs import COLLECTION_LEASE, DIRECTORY, blob_key
 from penstock.storage.commit import JOURNAL, Commit, Frozen, Record, RunKeys, commit_key, split_stage_key
-from penstock.storage.errors import RunError, StoreError
+from penstock.storage.errors import RunError, StoreError, check_rules
 from penstock.storage.failpoints import failpoint
 from penstock.storage.file_store import StoredFile
 from penstock.storage.history.run_record import ForkRecord, read_run_record
@@ -238,14 +238,7 @@ def remove_run(
     lease = Lease(store, f"{keys.prefix}/{_REMOVAL_LEASE}")
     try:
         if not is_removed(store, keys):
-            if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
-                raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
-            others = (run for run in store.list("runs") if run != keys.run)
-            if forks := [run for run in others if _run_uses_files_of(store, RunKeys(run), keys)]:
-                raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
-            # Checked after the drivers, since a driver that has just ended may have created the record.
-            if only_remains and store.exists(keys.record):
-                raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
+            check_rules(_removal_rules(store, keys, own_lease, only_remains), RunError)
             store.create(keys.removed, b"")  # empty, so that it can be created on a full disk
         kept = {keys.removed, lease.key, own_lease}
         files = [file for file in store.walk(keys.prefix) if file.key not in kept]
@@ -255,6 +248,20 @@ def remove_run(
     finally:
         lease.release()
     return files
+
+
+def _removal_rules(
+    store: Store, keys: RunKeys, own_lease: str | None, only_remains: bool
+) -> Iterator[tuple[object, str]]:
+    """Yield the rules that a run must meet to be removed (see `remove_run`)."""
+    driver = next(iter(describe_live_drivers(store, keys, own_lease=own_lease)), None)
+    yield driver, f"run {keys.run!r} has a running driver, {driver}: stop it first"
+    others = (run for run in store.list("runs") if run != keys.run)
+    fork = next((run for run in others if _run_uses_files_of(store, RunKeys(run), keys)), None)
+    yield fork, f"run {keys.run!r} has files that its fork {fork!r} needs: remove the fork first"
+    # Checked after the drivers, since a driver that has just ended may have created the record.
+    exists = only_remains and store.exists(keys.record)
+    yield exists, f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.storage.commit import escape_invalid_text
-from penstock.storage.errors import PluginError, RunError
+from penstock.storage.errors import PluginError, RunError, check_rules
 
 SCHEMA_VERSION = 4
 _VERSION_KEY = b"penstock_schema_version"
@@ -91,22 +91,26 @@ class Sample:
 
     def check(self) -> None:
         """Check that the per-token fields are consistent. Only a user-defined function can make them inconsistent."""
-        lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs)}
-        if len(lengths) != 1:
-            raise PluginError(
-                f"sample {self.sample_id}: token_ids, loss_mask and rollout_logprobs have lengths "
-                f"{len(self.token_ids)}, {len(self.loss_mask)}, {len(self.rollout_logprobs)}; they must be equal: "
-                "set a mask value and a log-prob for every token"
-            )
-        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.token_ids):
-            raise PluginError(
-                f"sample {self.sample_id}: teacher_logprobs has length {len(self.teacher_logprobs)}, but there are "
-                f"{len(self.token_ids)} tokens: a user-defined function must not change scored tokens"
-            )
-        if not set(self.loss_mask) <= {0, 1}:
-            raise PluginError(
-                f"sample {self.sample_id}: loss_mask contains {sorted(set(self.loss_mask))}: set every value to 0 or 1"
-            )
+        lengths = [len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs)]
+        num_scored = lengths[0] if self.teacher_logprobs is None else len(self.teacher_logprobs)
+        name, mask_values = f"sample {self.sample_id}", set(self.loss_mask)
+        rules = [
+            (
+                len(set(lengths)) != 1,
+                f"{name}: token_ids, loss_mask and rollout_logprobs have lengths {', '.join(map(str, lengths))}; they "
+                "must be equal: set a mask value and a log-prob for every token",
+            ),
+            (
+                num_scored != lengths[0],
+                f"{name}: teacher_logprobs has length {num_scored}, but there are {lengths[0]} tokens: a user-defined "
+                "function must not change scored tokens",
+            ),
+            (
+                mask_values - {0, 1},
+                f"{name}: loss_mask contains {sorted(mask_values, key=repr)}: set every value to 0 or 1",
+            ),
+        ]
+        check_rules(rules, PluginError)
 
 
 SCHEMA = pa.schema(
@@ -193,17 +197,12 @@ def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     if loss_mask.strip(b"\0\1") or len(loss_mask) != len(token_ids):
         return None
     offsets = pa.array(accumulate((len(row.token_ids) for row in rows), initial=0), pa.int32())
-
-    def column(name: str, values: Sequence[float]) -> pa.ListArray:
+    columns: dict[str, Any] = {"token_ids": token_ids, "loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs}
+    for name, values in columns.items():
         type = SCHEMA.field(name).type
         numbers = pa.Array.from_buffers(type.value_type, len(values), [None, pa.py_buffer(values)])
-        return pa.ListArray.from_arrays(offsets, numbers, type)
-
-    return {
-        "token_ids": column("token_ids", token_ids),
-        "loss_mask": column("loss_mask", loss_mask),
-        "rollout_logprobs": column("rollout_logprobs", rollout_logprobs),
-    }
+        columns[name] = pa.ListArray.from_arrays(offsets, numbers, type)
+    return columns
 
 
 def from_table(table: pa.Table) -> list[Sample]:

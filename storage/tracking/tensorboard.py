@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.storage.config import option
-from penstock.storage.errors import OptionError
 from penstock.storage.tracking.tracker import (
     Committed,
     OptionsOfTracker,
@@ -28,10 +27,10 @@ from penstock.storage.tracking.tracker import (
     RunStarted,
     TrackedRun,
     Tracker,
-    check_package,
     eval_name_from_key,
     flatten_config,
     metric_points,
+    package_rule,
     trackers_directory,
 )
 
@@ -120,14 +119,12 @@ class TensorBoardOptions(OptionsOfTracker):
         names = [name for name in (self.tb_project_name, self.tb_experiment_name) if name]
         return f"{_SCHEME}{Path(path, *names).expanduser().absolute()}"
 
-    def check_options(self) -> None:
-        """Check that TensorBoard is installed, and that its directory is local."""
+    def machine_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules that TensorBoard is installed, and that its directory is local."""
         if self.use_tensorboard:
-            check_package("tensorboard", "--use-tensorboard")
-            if self.tb_dir and "://" in self.tb_dir:
-                raise OptionError(
-                    f"--tb-dir {self.tb_dir[:80]!r} is a URI, but a local directory is needed: give its path"
-                )
+            yield package_rule("tensorboard", "--use-tensorboard")
+            path = self.tb_dir or ""
+            yield "://" in path, f"--tb-dir {path[:80]!r} is a URI, but a local directory is needed: give its path"
 
 
 def read_values(directory: Path) -> Iterator[tuple[str, int, float, Any]]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from penstock.storage.commit import Commit
 from penstock.storage.config import StageConfig
-from penstock.storage.errors import OptionError
 from penstock.storage.secrets import is_secret_name
 
 if TYPE_CHECKING:
@@ -261,8 +260,10 @@ class OptionsOfTracker(StageConfig):
         """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
         return None
 
-    def check_options(self) -> None:
-        """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
+    def machine_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each thing that the tracker needs of this machine, if the options
+        choose it."""
+        yield from ()
 
 
 # ---- local files and packages ----------------------------------------------------------------------------------------
@@ -284,12 +285,11 @@ def trackers_directory(store: Store) -> Path:
     return state / "penstock" / hashlib.sha256(f"{store.uri}{endpoint}".encode()).hexdigest()[:12]
 
 
-def check_package(package: str, flag: str) -> None:
-    """Check that the optional package that the option `flag` needs is installed."""
+def package_rule(package: str, flag: str) -> tuple[object, str]:
+    """Return the rule (is violated, error message) that the optional package of the option `flag` is installed."""
     spec = find_spec(package)
-    # Python takes W&B's output directory `wandb` for a package without an origin.
-    if spec is None or spec.origin is None:
-        raise OptionError(
-            f"{flag} needs the package {package}, which is not installed: pip install 'penstock-rl[{package}]', or "
-            f"omit {flag}"
-        )
+    return (
+        spec is None or spec.origin is None,  # W&B's output directory `wandb` is found as a package without an origin
+        f"{flag} needs the package {package}, which is not installed: pip install 'penstock-rl[{package}]', or omit "
+        f"{flag}",
+    )

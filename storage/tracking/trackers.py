@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
-from pydantic import model_validator
-
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tensorboard import TensorBoardOptions
 from penstock.storage.tracking.tracker import OptionsOfTracker, TrackedRun
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 class TrackerOptions(MlflowOptions, TensorBoardOptions, WandbOptions):
     """The options of all trackers. Each base is a row of the table."""
 
-    @model_validator(mode="after")
-    def _check_companions(self) -> TrackerOptions:
-        """Check that options of a tracker are only given if the tracker is used."""
-        for name in sorted(self.model_fields_set):
-            switch = {"tb": "use_tensorboard", "wandb": "use_wandb"}.get(name.partition("_")[0])
-            if switch and not getattr(self, switch) and getattr(self, name) != type(self).model_fields[name].default:
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
+        for prefix, switch in (("tb_", "use_tensorboard"), ("wandb_", "use_wandb")):
+            for name in sorted(name for name in self.model_fields_set if name.startswith(prefix)):
                 flag, needed = (f"--{option.replace('_', '-')}" for option in (name, switch))
-                raise OptionError(f"{flag} has no effect without {needed}: add {needed}, or omit {flag}")
-        return self
+                yield (
+                    not getattr(self, switch) and getattr(self, name) != type(self).model_fields[name].default,
+                    f"{flag} has no effect without {needed}: add {needed}, or omit {flag}",
+                )
 
 
 # Scheme of the tracking URI, also the name in `penstock report --to` -> row.
@@ -48,8 +47,7 @@ def tracking_uris(store: Store, options: TrackerOptions) -> list[str]:
 
 def check_trackers(options: TrackerOptions) -> None:
     """Check that this machine can use the run's trackers. Raises OptionError if a package or a key is missing."""
-    for row in TRACKERS.values():
-        row.check_options(options)
+    check_rules(rule for row in TRACKERS.values() for rule in row.machine_rules(options))
 
 
 def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:

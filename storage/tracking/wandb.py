@@ -15,15 +15,12 @@ from __future__ import annotations
 import netrc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from pydantic import model_validator
-
 from penstock.storage.config import option
-from penstock.storage.errors import OptionError
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import is_reference, register_secret
 from penstock.storage.tracking.tracker import (
@@ -37,9 +34,9 @@ from penstock.storage.tracking.tracker import (
     RunStarted,
     TrackedRun,
     Tracker,
-    check_package,
     flatten_config,
     metric_points,
+    package_rule,
     trackers_directory,
 )
 
@@ -186,11 +183,12 @@ class WandbOptions(OptionsOfTracker):
         path = self.wandb_dir or os.environ.get("WANDB_DIR") or trackers_directory(store)
         return f"wandb://?{urlencode({**query, 'dir': str(Path(path).expanduser().absolute())})}"
 
-    def check_options(self) -> None:
-        """Check that W&B is installed and, if it is online, has an API key: in an option, WANDB_API_KEY or ~/.netrc."""
+    def machine_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules that W&B is installed and, if it is online, has an API key: in an option, WANDB_API_KEY or
+        ~/.netrc."""
         if not self.use_wandb or self.wandb_mode == "disabled":
             return
-        check_package("wandb", "--use-wandb")
+        yield package_rule("wandb", "--use-wandb")
         if self.wandb_mode != "online" or self.wandb_key or os.environ.get("WANDB_API_KEY"):
             return
         host = urlsplit(self.wandb_host or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
@@ -198,20 +196,19 @@ class WandbOptions(OptionsOfTracker):
             in_netrc = netrc.netrc().authenticators(host or "") is not None
         except (OSError, netrc.NetrcParseError):
             in_netrc = False
-        if not in_netrc:
-            raise OptionError(
-                "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
-                "--wandb-mode offline"
-            )
+        yield (
+            not in_netrc,
+            "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
+            "--wandb-mode offline",
+        )
 
-    @model_validator(mode="after")
-    def _check_wandb(self) -> WandbOptions:
-        if self.wandb_key is not None and not is_reference(self.wandb_key):
-            raise OptionError(
-                "--wandb-key must be a reference to the API key, not the key itself, since options are recorded: give "
-                "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
-            )
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
+        yield (
+            self.wandb_key is not None and not is_reference(self.wandb_key),
+            "--wandb-key must be a reference to the API key, not the key itself, since options are recorded: give "
+            "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key",
+        )
 
 
 # Turn off what W&B also sends by default: terminal output, source code, git state, packages, hardware.

@@ -131,8 +131,6 @@ class LoginGate:
     """ASGI middleware that refuses foreign hosts and origins, and logs browsers in.
 
     Args:
-        app: the server's app.
-        port: of the server.
         login: `USER:PASSWORD`.
         script: JavaScript that runs in a browser that has logged in; `login` is defined there.
         pages: where the pages of the app begin: "" or, if the app shows the page after `#`, "/#".

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.config import list_options
+from penstock.flows.config import OPTIONS
 from penstock.flows.options.argv import flag_of_field
 from penstock.storage.commit import Commit, RunKeys, commit_key
 
@@ -39,12 +39,12 @@ def test_generated_page_is_made_and_not_committed(page: str) -> None:
 
 def test_every_option_has_one_entry() -> None:
     entries = re.findall(r"^### `(--[a-z0-9-]+)`", read("reference/configuration.md"), re.MULTILINE)
-    assert Counter(entries) == Counter(flag_of_field(name) for _, name, _ in list_options())
+    assert Counter(entries) == Counter(flag_of_field(name) for _, name, _ in OPTIONS)
 
 
 def test_no_option_has_a_second_entry_among_the_names_of_slime_megatron_and_sglang() -> None:
     rows = set(re.findall(r"^\| `(--[a-z0-9-]+)` \|", read("options.md"), re.MULTILINE))
-    assert rows and rows & {flag_of_field(name) for _, name, _ in list_options()} == set()
+    assert rows and rows & {flag_of_field(name) for _, name, _ in OPTIONS} == set()
 
 
 def test_every_command_has_one_entry() -> None:

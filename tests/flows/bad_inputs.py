@@ -17,7 +17,7 @@ from typing import Any
 import annotated_types
 from bad_place import MODELS, TOKENIZERS, WEIGHTS
 
-from penstock.flows.config import list_options
+from penstock.flows.config import OPTIONS
 from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.values import leaf_types
 
@@ -105,7 +105,7 @@ def rows_of_models() -> Iterator[Bad]:
 
 def rows_of_fields() -> Iterator[Bad]:
     """Flags of every option: wrong type, out of bounds, infinite, unknown choice, without a value, empty."""
-    for _, name, field in list_options():
+    for _, name, field in OPTIONS:
         word, kinds = flag_of_field(name), leaf_types(field.annotation)
         if bool in kinds:
             yield train(word, "maybe")
@@ -129,7 +129,7 @@ def rows_of_fields() -> Iterator[Bad]:
 
 def rows_of_toml() -> Iterator[Bad]:
     """The same options in TOML, where values have types."""
-    for section, name, field in list_options():
+    for section, name, field in OPTIONS:
         kinds = leaf_types(field.annotation)
         if bool in kinds:
             wrong = ['"maybe"', "3"]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.config import (
+    OPTIONS,
     RECIPES,
     Flow,
     PostTrainConfig,
     config_hash,
     derive,
-    list_options,
     option_value,
     options_by_mutability,
     read_toml,
@@ -40,8 +40,8 @@ MODEL = ["--hf-checkpoint", "model"]
 
 
 def test_every_flag_sets_one_option_and_every_option_has_a_sentence() -> None:
-    assert len(penstock_flags()) >= len(list_options())
-    for section, name, field in list_options():
+    assert len(penstock_flags()) >= len(OPTIONS)
+    for section, name, field in OPTIONS:
         assert field.description and field.description.rstrip().endswith("."), f"{section}.{name} has no sentence"
 
 
@@ -189,8 +189,8 @@ def test_config_round_trips_through_json_and_its_hash_covers_identity_only() -> 
     assert config_hash(other) != config_hash(config)
     assert set(options_by_mutability(config, "identity")) | set(options_by_mutability(config, "schedule")) | set(
         options_by_mutability(config, "placement")
-    ) == {f"{s}.{n}" for s, n, _ in list_options()}
-    assert {field_meta(field).mutability for _, _, field in list_options()} == {"identity", "schedule", "placement"}
+    ) == {f"{s}.{n}" for s, n, _ in OPTIONS}
+    assert {field_meta(field).mutability for _, _, field in OPTIONS} == {"identity", "schedule", "placement"}
 
 
 def test_flag_of_a_section_creates_it_and_its_switch_removes_it(tmp_path) -> None:

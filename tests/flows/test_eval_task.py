@@ -68,7 +68,8 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     session = SimpleNamespace(
         config=config, run=(run := SimpleNamespace(store=store, keys=keys, provenance={}, config=config)),
         engines=SimpleNamespace(for_evaluation=for_evaluation, processes=SimpleNamespace(
-            run=run, connect_for_evaluation=connect, engine_counters=lambda evaluation: {})), tokenizer=tokenizer,
+            run=run, connect_for_evaluation=connect, evaluates_apart=False, counters=lambda role: {})),
+        tokenizer=tokenizer,
         display=SimpleNamespace(progress=progress), stop=None, report_commit=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.data_sets}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.config import list_options, recipe_names
+from penstock.flows.config import OPTIONS, recipe_names
 from penstock.flows.options.argv import flag_of_field
 from penstock.flows.options.help import SHORT, first_sentence
 
@@ -67,7 +67,7 @@ def test_short_help_is_one_screen_and_help_all_has_every_option(command: str, pr
     assert any(f"penstock {command} --help-all lists all" in line for line in short)
     assert all(flag in "\n".join(short) for flags in SHORT[command].options.values() for flag in flags.split())
     every = printed(command, "--help-all")
-    assert all(f"\n  {flag_of_field(name)}" in every for _, name, _ in list_options())
+    assert all(f"\n  {flag_of_field(name)}" in every for _, name, _ in OPTIONS)
     assert all(f"\n  {flag}" in every for flag in ("--config FILE.toml|RECIPE", "--dry-run", "--verbose"))
     assert all(name in every for name in recipe_names())
 

@@ -235,6 +235,25 @@ def test_engines_of_a_killed_driver_release_their_memory_before_the_trainer_star
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "flags", "waits"),
+    [(1, [], True), (0, [], False), (1, ["--rollout-num-gpus", "1"], False)],
+    ids=["shared GPU", "no GPU", "own GPU"],
+)
+def test_trainer_takes_gpu_memory_after_the_engines_on_its_gpu_have_started(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, num_gpus: int, flags: list[str], waits: bool
+) -> None:
+    """An engine takes a share of the memory that is free while it starts, so a trainer that loads meanwhile makes its
+    KV cache smaller, or its start fail."""
+    run, waited = world(*flags), list[bool]()
+    monkeypatch.setattr(run.cluster, "num_gpus", num_gpus)
+    replica = SimpleNamespace(wait_for_url=lambda: waited.append(True), known_url=None)
+    run.processes.pools["rollout"] = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
+    run.processes.new_trainer(run.cluster, run.config).before_onload()
+    assert waited == [True] * waits
+    del run.processes.pools["rollout"]
+
+
+@pytest.mark.parametrize(
     ("flags", "has_engines", "expected"),
     [(["--colocate"], True, True), (["--colocate"], False, False), (["--offload-rollout"], True, False)],
 )

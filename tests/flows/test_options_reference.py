@@ -19,9 +19,9 @@ from penstock.engines.sglang.passthrough import (
     sglang_flags,
     to_command_line,
 )
-from penstock.flows.config import list_options
+from penstock.flows.config import OPTIONS
 from penstock.flows.options.flags import penstock_flags
-from penstock.flows.options.refused import is_listed
+from penstock.flows.options.refused import LISTED
 from penstock.stages.train.config import OPTIMIZER_FIELDS
 from penstock.storage.errors import EngineError
 
@@ -34,7 +34,7 @@ def test_every_name_of_slime_and_the_seeds_is_in_a_class() -> None:
     known = own | {f"--no-{flag.removeprefix('--')}" for flag in own}
     unknown = []
     for name in NAMES:
-        if name in known or is_listed(name):
+        if name in known or name in LISTED:
             continue
         program, _, key = name.removeprefix("--").partition("-")
         check = {"sglang": check_sglang_args, "router": check_router_args}.get(program)
@@ -57,7 +57,7 @@ def attributes_read() -> set[str]:
 
 def test_every_option_is_read() -> None:
     read_together = OPTIMIZER_FIELDS  # by TrainConfig.optimizer_options
-    names = {name for section, name, _ in list_options() if section != "train.megatron"}  # see the next test
+    names = {name for section, name, _ in OPTIONS if section != "train.megatron"}  # see the next test
     unread = names - attributes_read() - set(read_together)
     assert not unread, f"accepted and read nowhere: {sorted(unread)}"
 

@@ -308,7 +308,7 @@ def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:
     commits = [Commit(kind="rollout", index=r, summary={"rollout/raw_reward": 0.5}) for r in range(5)]
     commits += [Commit(kind="step", index=r, policy_version=r + 1, summary={"train/loss": 1.0}) for r in range(5)]
     display.add_earlier(commits)
-    assert display.panel.num_done == 5 and list(display.panel.curve) == [0, 1, 2, 3, 4]
+    assert display.panel.rounds.done == 5 and list(display.panel.curves.of_rounds) == [0, 1, 2, 3, 4]
     line = display.print_commit(Commit(kind="step", index=5, policy_version=6, summary={"train/loss": 0.0}))
     assert line == "round  5 (6/20)   loss 0.0000  time 0.0s"  # the column was not always 0
 
@@ -318,12 +318,12 @@ def test_remaining_time_is_that_of_the_newest_rounds(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("penstock.flows.terminal.panel.time.monotonic", lambda: now[0])
     panel = Panel("r", "train", 10)
     for r, duration in enumerate((50.0, 2.0, 2.0, 9.0, 2.0)):  # the first round waits for the engines
-        assert r > 1 or panel.seconds_left() is None
+        assert r > 1 or panel.rounds.seconds_left() is None
         now[0] += duration
-        panel.finish_round(r)
-    assert panel.seconds_left() == 5 * 2.0
+        panel.rounds.finish(r)
+    assert panel.rounds.seconds_left() == 5 * 2.0
     now[0] += 0.5
-    assert panel.seconds_left() == 9.5
+    assert panel.rounds.seconds_left() == 9.5
 
 
 def test_numbers_are_formatted_for_the_panel() -> None:

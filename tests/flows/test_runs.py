@@ -353,12 +353,12 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
 
 
 def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
-    from penstock.flows.config import list_options
+    from penstock.flows.config import OPTIONS
 
     known = {(section, name) for table in (FILES, FUNCTIONS) for section, names in table.items() for name in names}
     found = {
         (s, n)
-        for s, n, _ in list_options()
+        for s, n, _ in OPTIONS
         if n.endswith(("_path", "_load", "_dir", "_cache", "checkpoint", "_data", "_save"))
     }
     elsewhere = {("convert", "convert_load"), ("convert", "origin_hf_dir")}  # of `penstock convert`

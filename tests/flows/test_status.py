@@ -89,11 +89,11 @@ def test_record_has_activities_updates_messages_and_machine(store: Store, displa
         at=100.0,
         **dict.fromkeys(("device_bytes_before", "device_bytes_after", "host_bytes_before", "host_bytes_after"), 0),
     )
-    with panel.activity("restore", "restore"):
+    with panel.activities.show("restore", "restore"):
         pass
     writer.on_publish(3, [], {"perf/update_weights_time": 1.5}, [switch])
     writer.on_overlap(3, {"rollout/queue_depth": 2.0})
-    with panel.activity("rollout, round 3: samples", "rollout") as activity:
+    with panel.activities.show("rollout, round 3: samples", "rollout") as activity:
         activity.done, activity.total = 5, 8
         status = writer.status()
     [running] = status.activities
@@ -158,7 +158,7 @@ def test_record_stays_small(store: Store, display: SimpleNamespace) -> None:
         names = ("utilization_percentage", "memory_usage_megabytes", "power_usage_watts")
         display.panel.machine = {f"system/gpu_{gpu}_{name}": 79997.5 for gpu in range(8) for name in names}
         writer.on_publish(number, [f"http://{k}" for k in range(7)], {"perf/update_weights_time": 1.0}, [])
-        with display.panel.activity("convert", "convert"):
+        with display.panel.activities.show("convert", "convert"):
             status = writer.status()
     assert len(status.model_dump_json()) < 32_000
 

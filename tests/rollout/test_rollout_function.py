@@ -458,7 +458,7 @@ def test_conversion_that_splits_samples_is_trained_row_by_row(plugin_bench: Any,
         ("del data['rewards']", "returned no rewards"),
         ("data['truncated'] = 5", "returned truncated, which is a int: it must be a list"),
         ("data['rewards'].pop()", r"lists of different lengths \(16 tokens"),
-        ("data['rewards'][3] = float('nan')", "rewards that are not finite"),
+        ("data['rewards'][3] = float('nan')", "nan is not a finite number"),
         ("data['sample_indices'][0] = 99", "the sample index 99 for 8 samples"),
         ("data['sample_indices'] = [1] * 16", "no row of sample 0, but optimizer steps need a row of every sample"),
         ("data['rollout_ids'] = list(range(16))", "rollout_ids that differ between the rows of one"),
@@ -494,7 +494,7 @@ def test_conversion_without_a_change_keeps_what_it_does_not_return(tmp_path: Pat
     [
         ("[1.0]", "returned list: return the two lists"),
         ("([1.0], [1.0, 2.0])", "returned 2 rewards for 1 samples"),
-        ("(['x'], [1.0])", "rewards that are not numbers"),
+        ("(['x'], [1.0])", "'x' is not a finite number"),
     ],
 )
 def test_wrong_rewards_are_refused(result: str, message: str, tmp_path: Path, tokenizer: PromptTokenizer) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, list_options, validate_config
+from penstock.flows.config import OPTIONS, PostTrainConfig, check_secrets, config_hash, validate_config
 from penstock.flows.options import flags
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
@@ -93,16 +93,12 @@ def test_literal_secrets_of_old_records_and_hand_made_configs_are_masked() -> No
 
 
 def test_secret_options_are_not_identity_options() -> None:
-    marked = {name for _, name, field in list_options() if field_meta(field).secret}
+    marked = {name for _, name, field in OPTIONS if field_meta(field).secret}
     assert {"store", "store_options", "mlflow_tracking_uri", "rm_url", "engine_options", "router"} <= marked
     assert not [
-        name
-        for _, name, field in list_options()
-        if field_meta(field).secret and field_meta(field).mutability == "identity"
+        name for _, name, field in OPTIONS if field_meta(field).secret and field_meta(field).mutability == "identity"
     ]
-    assert not [name for _, name, _ in list_options() if is_secret_name(name)], (
-        "an ordinary option would be masked in records"
-    )
+    assert not [name for _, name, _ in OPTIONS if is_secret_name(name)], "an ordinary option would be masked in records"
 
 
 SECRET_URLS = (

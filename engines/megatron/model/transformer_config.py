@@ -24,7 +24,7 @@ from penstock.engines.parallel_layout import (
     has_grouped_experts,
     unaligned_row,
 )
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 import_megatron()
 
@@ -261,22 +261,25 @@ def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) 
         return "padded"
     kernel = torch_attention_kernel(dtype)
     found = f"{dtype} on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'a CPU'}"
-    if backend == "torch":
-        if kernel == "padded":
-            raise OptionError(f"--attention-backend torch needs bf16 on a GPU; found {found}: use auto")
-        return kernel
     widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
     problem = "" if widths in FA4_WIDTHS else f"heads of {widths}"  # why FlashAttention-4 does not work
     if not runs_hopper_kernels(dtype):
         problem = found
     elif not any(distributions(name=FA4)):
         problem = "no such package"
-    if backend == "fa4" and problem:
-        raise OptionError(
-            f"--attention-backend fa4 needs bf16 on a Hopper GPU, the package {FA4}, and heads "
-            f"of {' or '.join(map(str, FA4_WIDTHS))} (keys, values); found {problem}: use auto"
-        )
-    return kernel if problem else "fa4"
+    rules = (
+        (
+            backend == "torch" and kernel == "padded",
+            f"--attention-backend torch needs bf16 on a GPU; found {found}: use auto",
+        ),
+        (
+            backend == "fa4" and problem,
+            f"--attention-backend fa4 needs bf16 on a Hopper GPU, the package {FA4}, and heads of "
+            f"{' or '.join(map(str, FA4_WIDTHS))} (keys, values); found {problem}: use auto",
+        ),
+    )
+    check_rules(rules)
+    return kernel if problem or backend == "torch" else "fa4"
 
 
 def runs_hopper_kernels(dtype: str) -> bool:

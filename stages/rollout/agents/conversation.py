@@ -16,7 +16,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -180,7 +180,7 @@ class Answer:
     turn: Turn
 
 
-class AgentSession:
+class AgentSession(AbstractContextManager["AgentSession", bool]):
     """One execution of an agent on the prompt of one sample. `samples` returns the results.
 
     Used as a context manager around the agent, the session closes at the end of the `with` block. An exception in the
@@ -198,9 +198,6 @@ class AgentSession:
         self._busy: set[Conversation] = set()  # conversations with a request in flight
         self._closed = False
         self._last_error: Exception | None = None
-
-    def __enter__(self) -> AgentSession:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

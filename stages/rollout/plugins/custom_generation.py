@@ -30,7 +30,7 @@ from typing import Any
 from penstock.engines.generation import EngineClient, TokenCounts
 from penstock.stages.images import SampleImages
 from penstock.stages.plugins import DEFAULT_NAMES, check_signature, describe_path, load_function, with_function_name
-from penstock.stages.rewards.outcome import failed_outcome, parse_reward
+from penstock.stages.rewards.outcome import Outcome, parse_reward
 from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
 from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
 from penstock.stages.rollout.config import RolloutConfig
@@ -261,7 +261,7 @@ class CustomGeneration:
 
 def _failed_copy(sample: Sample, reason: str) -> Sample:
     sample = copy_sample(sample)
-    failed_outcome(reason).apply(sample)
+    Outcome(error=reason).apply(sample)
     return sample
 
 

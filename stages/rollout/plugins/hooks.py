@@ -38,7 +38,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.user_sample import UserSample, as_list, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import PluginError
+from penstock.storage.errors import PluginError, check_rules
 from penstock.storage.samples.sample import TEACHER_COLUMNS, TRAIN_REWARD, Sample, Status
 
 K = TypeVar("K")
@@ -220,16 +220,21 @@ def _samples_of_rows(
     columns = _read_columns(returned, name)
     num_rows = len(columns["tokens"])
     indices = [int(index) for index in columns.get("sample_indices", range(num_rows))]
-    if strange := next((index for index in indices if not 0 <= index < len(origins)), None):
-        raise PluginError(
+    strange = next((index for index in indices if not 0 <= index < len(origins)), None)
+    missing = min(set(range(len(origins))) - set(indices), default=None)
+    rules = [
+        (
+            strange is not None,
             f"{name} returned the sample index {strange} for {len(origins)} samples: return sample_indices with the "
-            "`index` of each row's sample"
-        )
-    if missing := sorted(set(range(len(origins))) - set(indices)):
-        raise PluginError(
-            f"{name} returned no row of sample {missing[0]}, but optimizer steps need a row of every sample: to "
-            "exclude the sample, return a row whose loss_masks are 0"
-        )
+            "`index` of each row's sample",
+        ),
+        (
+            missing is not None,
+            f"{name} returned no row of sample {missing}, but optimizer steps need a row of every sample: to exclude "
+            "the sample, return a row whose loss_masks are 0",
+        ),
+    ]
+    check_rules(rules, PluginError)
     rewards = _numbers(columns["rewards"], num_rows, name)
     raw_rewards = _numbers(columns.get("raw_reward", [origins[index].reward for index in indices]), num_rows, name)
     ids = list(map(str, columns.get("rollout_ids", ())))
@@ -259,13 +264,17 @@ def _read_columns(returned: Any, name: str) -> dict[str, list[Any]]:
     length."""
     if not isinstance(returned, Mapping):
         raise PluginError(f"{name} returned {type(returned).__name__}: return a dictionary of lists")
-    if unknown := sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL})):
-        raise PluginError(
+    unknown = sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL}))
+    missing = [column for column in REQUIRED if column not in returned]
+    rules = [
+        (
+            unknown,
             f"{name} returned {', '.join(unknown)}, which cannot be stored with the samples, so a replay would lack "
-            f"them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}"
-        )
-    if missing := [column for column in REQUIRED if column not in returned]:
-        raise PluginError(f"{name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
+            f"them: return {', '.join(REQUIRED)} and, if needed, {', '.join(OPTIONAL)}",
+        ),
+        (missing, f"{name} returned no {', '.join(missing)}: return {', '.join(REQUIRED)}"),
+    ]
+    check_rules(rules, PluginError)
     columns = {column: as_list(values, f"{name} returned {column}, which") for column, values in returned.items()}
     if len(set(map(len, columns.values()))) != 1:
         text = ", ".join(f"{len(values)} {column}" for column, values in columns.items())
@@ -276,17 +285,24 @@ def _read_columns(returned: Any, name: str) -> dict[str, list[Any]]:
 def _sample_of_row(entries: dict[str, Any], origin: Sample, tokenizer: PromptTokenizer) -> Sample:
     """Return a copy of the sample `origin` with the tokens, loss mask, log-probs and status of a row."""
     tokens, length = list(map(int, entries["tokens"])), int(entries["response_lengths"])
-    if not 0 < length <= len(tokens):
-        raise PluginError(
-            f"response_lengths is {length}, but there are {len(tokens)} tokens: give the number of response tokens"
-        )
-    is_same = tokens == origin.token_ids
-    if origin.routed_experts is not None and not is_same:
-        raise PluginError(
-            "its tokens differ from the sample's, for which the engine has recorded the experts: return the sample's "
-            "tokens"
-        )
     logprobs, teacher_logprobs = entries.get("rollout_log_probs"), entries.get("teacher_log_probs")
+    is_same = tokens == origin.token_ids
+    rules = [
+        (
+            not 0 < length <= len(tokens),
+            f"response_lengths is {length}, but there are {len(tokens)} tokens: give the number of response tokens",
+        ),
+        (
+            origin.routed_experts is not None and not is_same,
+            "its tokens differ from the sample's, for which the engine has recorded the experts: return the sample's "
+            "tokens",
+        ),
+        (
+            origin.teacher_logprobs is not None and teacher_logprobs is None and not is_same,
+            "its tokens differ from the sample's: return the teacher_log_probs of these tokens",
+        ),
+    ]
+    check_rules(rules, PluginError)
     if logprobs is None and is_same:
         logprobs = origin.rollout_logprobs
     view = UserSample(
@@ -303,8 +319,6 @@ def _sample_of_row(entries: dict[str, Any], origin: Sample, tokenizer: PromptTok
     checked = checked_sample(view)
     if teacher_logprobs is not None:
         teacher_logprobs = [0.0] * (len(tokens) - len(teacher_logprobs)) + list(map(float, teacher_logprobs))
-    elif origin.teacher_logprobs is not None and not is_same:
-        raise PluginError("its tokens differ from the sample's: return the teacher_log_probs of these tokens")
     status, metadata = origin.status, dict(origin.metadata)
     if (truncated := entries.get("truncated")) is not None:
         status = Status.TRUNCATED if truncated else Status.COMPLETED
@@ -322,13 +336,11 @@ def _sample_of_row(entries: dict[str, Any], origin: Sample, tokenizer: PromptTok
 
 def _numbers(values: Any, length: int, name: str) -> list[float]:
     """Return `length` finite numbers. Raises PluginError."""
-    try:
-        numbers = [float(value) for value in as_list(values, "the result")]
-    except (TypeError, ValueError) as error:
-        raise PluginError(f"{name} returned rewards that are not numbers ({error}): return lists of numbers") from None
-    if len(numbers) != length or not all(map(math.isfinite, numbers)):
+    values = as_list(values, f"{name} returned rewards, which")
+    numbers, wrong = to_finite_numbers(dict(enumerate(values)))
+    if len(values) != length or wrong:
+        shown = f", of which {values[wrong[0]]!r:.80} is not a finite number" if wrong else ""
         raise PluginError(
-            f"{name} returned {len(numbers)} rewards for {length} samples, or rewards that are not finite: return one "
-            "finite number for each"
+            f"{name} returned {len(values)} rewards for {length} samples{shown}: return one finite number for each"
         )
-    return numbers
+    return list(numbers.values())

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.stages.rollout.prompts.data_source import copy_sample
-from penstock.storage.errors import PluginError
+from penstock.storage.errors import PluginError, check_rules
 from penstock.storage.samples.sample import ATTRIBUTES, Sample
 from penstock.storage.samples.sample import Status as SampleStatus
 
@@ -246,8 +246,25 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     if values["status"] is SampleStatus.PENDING:
         values["status"] = SampleStatus.COMPLETED
     mask, logprobs = _mask_and_logprobs(sample)
-    if any(mask[:num_prompt]):
-        raise PluginError("loss_mask is 1 on tokens of the prompt: set loss_mask to 0 on prompt tokens")
+    values["images"] = as_list(sample.images, "images")
+    strange = [name for name in values["images"] if not (isinstance(name, str) and _DIGEST.fullmatch(name))]
+    rules = [
+        (any(mask[:num_prompt]), "loss_mask is 1 on tokens of the prompt: set loss_mask to 0 on prompt tokens"),
+        (
+            strange,
+            f"the sample's images hold {', '.join(map(repr, strange)):.80}: keep the names that the prompt's sample "
+            "has",
+        ),
+        *(
+            (
+                not isinstance(values[name], str),
+                f"{name} of the sample has type {type(values[name]).__name__}: set it to a string",
+            )
+            for name in ("prompt", "response")
+        ),
+    ]
+    check_rules(rules, PluginError)
+    (values["prompt"] + values["response"]).encode()  # raise for a lone surrogate here, not when the round is written
     if sample.remove_sample:
         mask = [0] * len(mask)
     values["loss_mask"] = mask
@@ -258,14 +275,7 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     values["metadata"] = _json_copy(sample.metadata)
     if (attributes := _attributes(sample)) != {"values": {}, "unrecorded": {}}:
         values["metadata"][ATTRIBUTES] = attributes
-    values["images"] = as_list(sample.images, "images")
-    if strange := [name for name in values["images"] if not (isinstance(name, str) and _DIGEST.fullmatch(name))]:
-        raise PluginError(f"the sample's images hold {strange[0]!r:.80}: keep the names that the prompt's sample has")
     values["label"] = "" if sample.label is None else str(sample.label)
-    for name in ("prompt", "response"):
-        if not isinstance(values[name], str):
-            raise PluginError(f"{name} of the sample has type {type(values[name]).__name__}: set it to a string")
-        values[name].encode()  # raise for a lone surrogate here, not when the round is written
     return Sample(**values)
 
 
@@ -306,14 +316,17 @@ def _mask_and_logprobs(sample: UserSample) -> tuple[list[int], list[float]]:
     mask = _pad_to_all_tokens(sample, sample.loss_mask, sample._untouched[0], "loss_mask")
     if mask is None:
         mask = [0] * sample.prompt_length + [1] * num_response
-    if wrong := [value for value in mask if value not in (0, 1)]:
-        raise PluginError(f"loss_mask holds {wrong[0]}: use only 0 and 1")
+    wrong = next((value for value in mask if value not in (0, 1)), 0)
     logprobs = _pad_to_all_tokens(sample, sample.rollout_logprobs, sample._untouched[1], "rollout_log_probs")
-    if logprobs is None and any(mask) and not sample.remove_sample:
-        raise PluginError(
+    rules = [
+        (wrong != 0, f"loss_mask holds {wrong}: use only 0 and 1"),
+        (
+            logprobs is None and any(mask) and not sample.remove_sample,
             "the sample has trained tokens without log-probs: generate the tokens with engine.generate, or set "
-            "rollout_log_probs to the log-probs that the engine returned"
-        )
+            "rollout_log_probs to the log-probs that the engine returned",
+        ),
+    ]
+    check_rules(rules, PluginError)
     return [int(value) for value in mask], logprobs or [0.0] * len(mask)
 
 
@@ -361,15 +374,16 @@ def _attributes(sample: UserSample) -> dict[str, Any]:
 
 def _json_copy(metadata: Any) -> dict[str, Any]:
     """Return the metadata after a round trip through JSON, in the form in which it will be read from the shard."""
-    if not isinstance(metadata, dict):
-        raise PluginError(f"the sample's metadata is a {type(metadata).__name__}: set it to a dictionary")
+    problem = text = ""
     try:
         text = json.dumps(metadata, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError) as error:
-        raise PluginError(
-            f"the sample's metadata cannot be written as JSON ({error}): use only numbers, text, lists and dictionaries"
-        ) from None
+        problem = f"cannot be written as JSON ({error}): use only numbers, text, lists and dictionaries"
+    if not isinstance(metadata, dict):
+        problem = f"is a {type(metadata).__name__}: set it to a dictionary"
+    if problem:
+        raise PluginError(f"the sample's metadata {problem}")
     return dict(json.loads(text))
 
 

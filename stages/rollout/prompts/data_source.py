@@ -27,7 +27,7 @@ from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptS
 from penstock.stages.rollout.text.templates import Messages, normalize_messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Kind, escape_invalid_text
-from penstock.storage.errors import DataError, PluginError
+from penstock.storage.errors import DataError, PluginError, check_rules
 from penstock.storage.samples.sample import ATTRIBUTES, HINT, Sample, Status
 
 Group = list[Sample]  # the samples of one prompt
@@ -329,11 +329,16 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             selected = select(*arguments)
         except Exception as error:
             raise PluginError(f"{name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(selected, list) or not all(id(entry) in known for entry in selected):
-            raise PluginError(f"{name} returned {_type_name(selected)}: return a list of elements of the buffer")
-        groups = group_by_group_id(selected)
-        if len(groups) > num_samples:
-            raise PluginError(f"{name} returned {len(groups)} groups: return at most num_samples ({num_samples})")
+        is_part = isinstance(selected, list) and all(id(entry) in known for entry in selected)
+        groups = group_by_group_id(selected) if is_part else []
+        rules = [
+            (not is_part, f"{name} returned {_type_name(selected)}: return a list of elements of the buffer"),
+            (
+                len(groups) > num_samples,
+                f"{name} returned {len(groups)} groups: return at most num_samples ({num_samples})",
+            ),
+        ]
+        check_rules(rules, PluginError)
         used = {id(entry) for entry in selected}
         self.buffer[:] = [entry for entry in self.buffer if id(entry) not in used]
         return groups

@@ -28,7 +28,7 @@ from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.text.templates import preview
 from penstock.storage.blobs import write_blobs
 from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import DataError
+from penstock.storage.errors import DataError, check_rules
 from penstock.storage.file_store import FileStore
 from penstock.storage.image_decoding import MAX_BYTES, load_image
 
@@ -144,18 +144,18 @@ def read_image_file(source: str, roots: Sequence[str]) -> bytes:
         except ValueError:
             raise DataError("the image is a data: URI that is not base64: write data:image/png;base64,...") from None
     shown = preview(source)
-    if "::" in source or "\0" in source:
-        raise DataError(f"the image {shown} is a chained URI or has a NUL: give a path or a plain URI")
-    if not roots:
-        raise DataError(f"the image {shown} has no directory from which images may be read: give --image-roots")
-    is_relative = "://" not in source and not posixpath.isabs(source)
+    rules = [
+        ("::" in source or "\0" in source, "is a chained URI or has a NUL: give a path or a plain URI"),
+        (not roots, "has no directory from which images may be read: give --image-roots"),
+    ]
+    check_rules(((is_violated, f"the image {shown} {problem}") for is_violated, problem in rules), DataError)
+    is_relative, problem = "://" not in source and not posixpath.isabs(source), ""
     try:
         fs, path = _locate(f"{roots[0].rstrip('/') or ''}/{source}" if is_relative else source)
         is_inside = any(
             type(other) is type(fs) and path.startswith(f"{directory.rstrip('/')}/")
             for other, directory in map(_locate, roots)
         )
-        problem = ""
         if not is_inside:
             problem = (
                 f"is outside of {', '.join(roots)}, from where images may be read: move it there, or name its "
@@ -163,11 +163,10 @@ def read_image_file(source: str, roots: Sequence[str]) -> bytes:
             )
         elif isinstance(fs, LocalFileSystem) and fs.info(path)["type"] == "other":
             problem = "is a pipe or a device: give a file"
-        if problem:
-            raise DataError(f"the image {shown} {problem}")
-        with fs.open(path, "rb") as file:
-            data: bytes = file.read(MAX_BYTES + 1)
-            return data
+        else:
+            with fs.open(path, "rb") as file:
+                data: bytes = file.read(MAX_BYTES + 1)
+                return data
     except DataError:
         raise
     except Exception as error:  # fsspec drivers have their own error types
@@ -175,7 +174,7 @@ def read_image_file(source: str, roots: Sequence[str]) -> bytes:
         problem = f"cannot be read ({reason:.120}): correct the path or the permissions"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             problem = "does not exist: correct the path, or create the file"
-        raise DataError(f"the image {shown} {problem}") from None
+    raise DataError(f"the image {shown} {problem}")
 
 
 def _locate(uri: str) -> tuple[Any, str]:

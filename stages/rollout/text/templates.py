@@ -213,15 +213,15 @@ def normalize_messages(messages: Any, images: list[Any] | None = None, *, keeps_
         fields = {key: value for key, value in message.items() if value is not None}
         calls = fields.pop("tool_calls", None) or []
         where = f"message {number} ({message['role']})"
-        content = fields.get("content")
-        if content is None or content == []:
-            if not calls:
-                raise DataError(f'{where} has no content: add the text, or "" if the message is empty')
-            fields["content"] = None
-        else:
-            fields["content"] = _normalize_content(content, where, images, keeps_places)
-        if isinstance(fields["content"], list) and message["role"] == "assistant":
-            raise DataError(f"{where} has an image, but a model generates only text: remove the image")
+        content = None if fields.get("content") == [] else fields.get("content")
+        fields["content"] = None if content is None else _normalize_content(content, where, images, keeps_places)
+        problem = None
+        if content is None and not calls:
+            problem = 'has no content: add the text, or "" if the message is empty'
+        elif isinstance(fields["content"], list) and message["role"] == "assistant":
+            problem = "has an image, but a model generates only text: remove the image"
+        if problem is not None:
+            raise DataError(f"{where} {problem}")
         if calls:
             fields["tool_calls"] = _normalize_calls(calls, where)
         result.append(fields)

@@ -27,7 +27,7 @@ from penstock.stages.rollout.text.templates import (
     normalize_messages,
 )
 from penstock.storage.commit import escape_invalid_text
-from penstock.storage.errors import DataError, ModelError, TemplateError
+from penstock.storage.errors import DataError, ModelError, TemplateError, check_rules
 
 logger = logging.getLogger(__name__)
 Tools = list[dict[str, Any]] | None
@@ -107,15 +107,14 @@ class PromptTokenizer:
         all_tools = tools or [None] * len(chats)
         results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
         for chat, result in zip(chats, results):
-            if isinstance(result, str) and result.strip():
-                texts.append(result)
-                continue
-            shown, remedy = json.dumps(chat, default=str)[:100], "correct the messages, or use another template"
+            if isinstance(result, str) and not result.strip():
+                result = TemplateError("it renders nothing")
             if isinstance(result, TemplateError):
                 raise type(result)(
-                    f"the chat template fails for the conversation {shown} ({str(result)[:120]}): {remedy}"
+                    f"the chat template fails for the conversation {json.dumps(chat, default=str)[:100]} "
+                    f"({str(result)[:120]}): correct the messages, or use another template"
                 ) from result
-            raise TemplateError(f"the chat template renders nothing for the conversation {shown}: {remedy}")
+            texts.append(result)
         return texts
 
     def try_render(
@@ -277,20 +276,25 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
             numbers = read_token_ids(file, name)
             ids += [(f"{file} has {name} {number}", number) for number in numbers]
             end_ids += numbers if name == "eos_token_id" else []
-    for what, number in ids:
-        if number >= vocab_size:
-            raise ModelError(
-                f"{what}, but vocab_size in config.json is {vocab_size}: use the tokenizer files and config.json of "
-                "the same model"
-            )
+    rules = [
+        (
+            number >= vocab_size,
+            f"{what}, but vocab_size in config.json is {vocab_size}: use the tokenizer files and config.json of the "
+            "same model",
+        )
+        for what, number in ids
+    ]
     file = Path(directory) / "tokenizer.json"
     added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") if file.is_file() else None
-    for token, written in ((entry["content"], entry["id"]) for entry in added or ()):
-        if used.get(token, written) != written:
-            raise ModelError(
-                f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
-                f"{used[token]}, because ids must be consecutive: restore tokenizer.json"
-            )
+    rules += [
+        (
+            used.get(token, written) != written,
+            f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
+            f"{used.get(token)}, because ids must be consecutive: restore tokenizer.json",
+        )
+        for token, written in ((entry["content"], entry["id"]) for entry in added or ())
+    ]
+    check_rules(rules, ModelError)
     if end_ids and tokenizer.inner.eos_token_id not in end_ids:
         logger.warning(
             "the tokenizer in %s ends a turn with %r (id %s), but config.json and generation_config.json name %s: "

@@ -20,18 +20,14 @@ from penstock.stages.train.algorithms.losses import kl_estimate
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
 from penstock.stages.train.reuse import cosine
-from penstock.storage.errors import PluginError
+from penstock.storage.errors import PluginError, check_rules
 
 VARIANCE_EPSILON = 1e-8
 
 
 def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Estimate:
-    """Return the advantages of all trained tokens of a rollout.
-
-    Raises:
-        PluginError: the user-defined estimator does not return one finite number per token, or it fails or returns
-            different results on some ranks.
-    """
+    """Return the advantages of all trained tokens of a rollout. Raises PluginError if the user-defined estimator does
+    not return one finite number per token, or it fails or returns different results on some ranks."""
     if config.custom_advantage_function_path is not None:
         path = config.custom_advantage_function_path
         estimate = call_on_every_rank(
@@ -143,18 +139,19 @@ def call_custom_estimator(path: str, experience: Experience, config: AlgorithmCo
     result = load_function(path, DEFAULT_NAMES["custom_advantage_function_path"])(experience, config)
     estimate = Estimate(result.double()) if isinstance(result, Tensor) else result
     num_tokens = len(experience.sample_index)
-    if (
-        not isinstance(estimate, Estimate)
-        or estimate.advantages.shape != (num_tokens,)
-        or not estimate.advantages.isfinite().all()
-    ):
-        raise PluginError(
+    rules = [
+        (
+            not isinstance(estimate, Estimate)
+            or estimate.advantages.shape != (num_tokens,)
+            or not estimate.advantages.isfinite().all(),
             f"{path} did not return a finite advantage for each of the {num_tokens} trained tokens: return a tensor of "
-            f"shape [{num_tokens}], or an Estimate with such advantages"
-        )
-    if ESTIMATORS[config.advantage_estimator].critic and estimate.returns is None:
-        raise PluginError(
+            f"shape [{num_tokens}], or an Estimate with such advantages",
+        ),
+        (
+            ESTIMATORS[config.advantage_estimator].critic and getattr(estimate, "returns", None) is None,
             f"{path} did not set `returns`, on which the critic of {config.advantage_estimator} is trained: return an "
-            f"Estimate with `returns` of shape [{num_tokens}]"
-        )
+            f"Estimate with `returns` of shape [{num_tokens}]",
+        ),
+    ]
+    check_rules(rules, PluginError)
     return estimate

@@ -96,11 +96,8 @@ def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -
 
 
 def divide_by_mean(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
-    """Return (r - mean of the group) / (mean of the group + 1e-6).
-
-    Raises:
-        RunError: a reward is negative, so the mean may be close to 0 or negative.
-    """
+    """Return (r - mean of the group) / (mean of the group + 1e-6). Raises RunError if a reward is negative, so the mean
+    may be close to 0 or negative."""
     if (rewards < 0).any():
         raise RunError(
             f"a sample has the reward {rewards[rewards < 0][0]:g}, but --advantage-estimator maxrl divides by the mean "

@@ -399,11 +399,7 @@ def constant_weights(trajectory_index: Tensor, denominator: int) -> Tensor:  # [
 
 def custom_weights(path: str, trajectory_index: Tensor, sample_index: Tensor, num_trajectories: int) -> Tensor:
     """Call the user-defined reducer, which returns the weights [N] of the tokens of one optimizer step in the
-    policy-gradient loss.
-
-    Raises:
-        PluginError: the reducer does not return one finite number per token.
-    """
+    policy-gradient loss. Raises PluginError if the reducer does not return one finite number per token."""
     function = load_function(path, DEFAULT_NAMES["custom_pg_loss_reducer_function_path"])
     weights: Tensor = function(trajectory_index, sample_index, num_trajectories)
     if weights.shape != trajectory_index.shape or not weights.isfinite().all():

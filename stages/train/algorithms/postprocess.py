@@ -24,7 +24,7 @@ from penstock.stages.train.algorithm_config import PLUGINS, AlgorithmConfig
 from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
 from penstock.stages.train.batching import Batch
-from penstock.storage.errors import PluginError
+from penstock.storage.errors import PluginError, check_rules
 
 EXPERIENCE_KEYS = {  # key of rollout_data -> field of Experience that the update reads
     "log_probs": "old_logprobs",
@@ -90,17 +90,23 @@ def _call_function(
     data["loss_masks"] = responses.split(torch.ones(len(batch.trained_positions), dtype=torch.int32))
     fixed, copies = responses.fixed_entries(experience), responses.fixed_entries(experience)
     data |= fixed
-    if function(SimpleNamespace(**config.model_dump()), batch.rollout_id, data) is not None:
-        raise PluginError(f"{name} returned a value: change the tensors of rollout_data, and return None")
-    if unknown := sorted(data.keys() ^ {*tokens, *fixed, "loss_masks"}):
-        raise PluginError(
-            f"{name} adds or removes {unknown[0]!r} of rollout_data, but its keys are fixed: change only the values"
-        )
-    if changed := [key for key, values in copies.items() if not _are_equal(data[key], values)]:
-        raise PluginError(
-            f"{name} changes {changed[0]!r} of rollout_data, which the update does not read: change "
-            f"{', '.join(tokens)} or loss_masks"
-        )
+    result = function(SimpleNamespace(**config.model_dump()), batch.rollout_id, data)
+    unknown = sorted(data.keys() ^ {*tokens, *fixed, "loss_masks"})
+    changed = [key for key, values in copies.items() if not _are_equal(data.get(key), values)]
+    rules = [
+        (result is not None, f"{name} returned a value: change the tensors of rollout_data, and return None"),
+        (
+            unknown,
+            f"{name} adds or removes {', '.join(map(repr, unknown))} of rollout_data, but its keys are fixed: change "
+            "only the values",
+        ),
+        (
+            changed,
+            f"{name} changes {', '.join(map(repr, changed))} of rollout_data, which the update does not read: change "
+            f"{', '.join(tokens)} or loss_masks",
+        ),
+    ]
+    check_rules(rules, PluginError)
     joined = {key: responses.join(data[key], key) for key in tokens}
     return joined | {"loss_masks": responses.join_mask(data["loss_masks"])}
 

@@ -45,13 +45,12 @@ def call_on_every_rank(call: Callable[[], T], tensors_of: Callable[[T], Iterable
     outcomes: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     dist.all_gather_object(outcomes, (own, "" if failure is None else describe_error(failure)))
     failed = [rank for rank, (_, reason) in enumerate(outcomes) if reason]
-    if failed and len(failed) < len(outcomes):
-        raise PluginError(
-            f"{name} fails on rank {failed[0]} of the trainer ({outcomes[failed[0]][1]}), but not on all "
-            f"{len(outcomes)} ranks: {ADVICE}"
-        ) from failure
-    if failure is not None:
+    if failure is not None and len(failed) == len(outcomes):
         raise failure
-    if len({digest for digest, _ in outcomes}) > 1:
-        raise PluginError(f"{name} has different results on the {len(outcomes)} ranks of the trainer: {ADVICE}")
+    if len(set(outcomes)) > 1:
+        problem = f"has different results on the {len(outcomes)} ranks of the trainer"
+        if failed:
+            reason = outcomes[failed[0]][1]
+            problem = f"fails on rank {failed[0]} of the trainer ({reason}), but not on all {len(outcomes)} ranks"
+        raise PluginError(f"{name} {problem}: {ADVICE}") from failure
     return result
