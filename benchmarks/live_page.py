@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         store = Store(f"{scratch}/store")
         keys = make_run(store, options.rounds, options.samples)
-        lease = Lease(store, new_driver_lease_key(keys))
+        lease = Lease(store, new_driver_lease_key(keys)).take()
         with PageServer(WatchedRuns([store]).respond) as server:
             figures = measure_server(server, store, keys, options)
             if installed_browser() is not None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from penstock.engines.local_ray import (
     ClusterLost,
@@ -292,9 +292,14 @@ class ClusterStart:
         import_ray_with_settings(is_local=True)  # before the thread starts: imports in two threads at once can fail
         self._cluster: Future[Cluster] = Future()
         self._taken = False
-        threading.Thread(target=self._start, args=(namespace, options), name="ray-start", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(namespace, options), name="ray-start", daemon=True)
 
-    def _start(self, namespace: str, options: PlacementOptions) -> None:
+    def start(self) -> Self:
+        """Start the thread, and return this object."""
+        self._thread.start()
+        return self
+
+    def _run(self, namespace: str, options: PlacementOptions) -> None:
         try:
             cluster = Cluster.start(namespace=namespace, options=options)
             with suppress(Exception):  # the stage that needs the GPUs fails with the same error

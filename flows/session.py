@@ -266,7 +266,7 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> Session:
         tracking_directory(run.store, run.keys.run),
         uris,
         config.model_dump(mode="json"),
-    )
+    ).start()
     tracking.record_missing_commits(run.store, run.keys)
     processes = Processes(run, display.note, has_trainer=gpu_flow(config.flow, config).trains)
     add_observers(observers, run, display, tracking, processes)

@@ -33,7 +33,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.storage.errors import InputError
 
@@ -85,7 +85,11 @@ class WorkerProcess:
         self._fatal_error: Exception | None = None  # the reason why no further job can run
         # The kernel kills the process when this thread ends (PDEATHSIG), so the thread lives as long as the process.
         self._supervisor = threading.Thread(target=self._supervise, name="penstock-worker", daemon=True)
+
+    def start(self) -> Self:
+        """Start the process, and return this object."""
         self._supervisor.start()
+        return self
 
     @property
     def num_pending(self) -> int:

@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.storage import disk
 from penstock.storage.commit import JOURNAL, Commit, RunKeys, split_stage_key
@@ -53,9 +53,13 @@ class Lease:
     def __init__(self, store: FileStore, key: str) -> None:
         self.store, self.key = store, key
         self._ended = threading.Event()
-        self._write()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def take(self) -> Self:
+        """Write the lease, and start the thread that renews it. Return this object."""
+        self._write()
         self._thread.start()
+        return self
 
     def stop_renewing(self) -> None:
         """Stop renewing the lease; it expires TTL seconds after its last renewal."""
@@ -205,7 +209,7 @@ def writer_lease(store: FileStore, attempt: str) -> Iterator[None]:
     if not needs_lease(attempt):
         yield
         return
-    lease = Lease(store, lease_key(attempt))
+    lease = Lease(store, lease_key(attempt)).take()
     try:
         yield
     except BaseException:

@@ -147,7 +147,7 @@ def create_fork(
         store.delete([new.fork])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
-        lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
+        lease = Lease(store, new_driver_lease_key(new)).take()  # `penstock gc` keeps the unfinished fork
         try:
             # `penstock gc` may have removed the unfinished fork before the lease existed. Check first whether a removal
             # is in progress: if it ends between the two checks, the second check finds it.

@@ -46,7 +46,7 @@ def ray_starting(config: PostTrainConfig) -> Iterator[None]:
     if config.run.ray_address is not None:
         yield
         return
-    start = ClusterStart(NAMESPACE + config.run.run, run_placement(config))
+    start = ClusterStart(NAMESPACE + config.run.run, run_placement(config)).start()
     token = _early_ray.set(start)
     try:
         yield

@@ -535,7 +535,7 @@ def driver_lease(store: Store, keys: RunKeys, wait: Callable[[str], None] | None
     while True:
         while wait is not None and (others := describe_live_drivers(store, keys)):
             wait(others[0])
-        lease = Lease(store, new_driver_lease_key(keys))
+        lease = Lease(store, new_driver_lease_key(keys)).take()
         try:
             if wait is None:
                 check_not_driven(store, keys, own_lease=lease.key)

@@ -148,7 +148,7 @@ def check_custom_reward(
 ) -> CheckedReward:
     """Import a user-defined reward in a subprocess, and check its signature. Results are cached."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
-    worker = WorkerProcess(prepare_check, options, start_seconds=timeout)
+    worker = WorkerProcess(prepare_check, options, start_seconds=timeout).start()
     try:
         checked: CheckedReward = worker.submit(None, timeout).result()
         return checked

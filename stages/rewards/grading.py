@@ -117,7 +117,7 @@ class Grader(AbstractContextManager["Grader", None]):
             return futures
         pool = self._pools.setdefault((settings.custom_rm_path, settings.rm_type, settings.group_rm), [])
         if len(pool) < self.num_workers and all(worker.num_pending for worker in pool):
-            pool.append(WorkerProcess(prepare_grading, settings, start_seconds=settings.start_timeout))
+            pool.append(WorkerProcess(prepare_grading, settings, start_seconds=settings.start_timeout).start())
         _submit_job(min(pool, key=lambda worker: worker.num_pending), settings, samples, futures)
         return futures
 

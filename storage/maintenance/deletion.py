@@ -235,7 +235,7 @@ def remove_run(
     """
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
-    lease = Lease(store, f"{keys.prefix}/{_REMOVAL_LEASE}")
+    lease = Lease(store, f"{keys.prefix}/{_REMOVAL_LEASE}").take()
     try:
         if not is_removed(store, keys):
             check_rules(_removal_rules(store, keys, own_lease, only_remains), RunError)
@@ -387,7 +387,7 @@ def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool
 
 def _remove_unused_blobs(store: Store, orphan: Orphan) -> bool:
     """Delete blobs that no commit lists, unless a driver of any run is alive, which may have begun to use them."""
-    lease = Lease(store, COLLECTION_LEASE)
+    lease = Lease(store, COLLECTION_LEASE).take()
     try:
         if any(describe_live_drivers(store, RunKeys(run)) for run in store.list("runs")):
             return False

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.history.costs import costs_at_end
@@ -237,9 +237,15 @@ class RunTracking:
         self._outbox = Outbox(Path(directory))
         self._closed = False
         self.on_metrics: Callable[[dict[str, float]], object] = lambda metrics: None  # called with new metrics
-        self.deliveries: list[Delivery] = []
-        self._append(f"start-{uuid.uuid4().hex}", "start", config=mask_secrets(config or {}))
         self.deliveries = [Delivery(uri, run, Path(directory)) for uri in tracking_uris]
+        self._config = config or {}
+
+    def start(self) -> Self:
+        """Record that the run starts, and start the threads that deliver records. Return this object."""
+        self._append(f"start-{uuid.uuid4().hex}", "start", config=mask_secrets(self._config))
+        for delivery in self.deliveries:
+            delivery.thread.start()
+        return self
 
     @property
     def problem(self) -> str | None:
@@ -306,7 +312,6 @@ class Delivery:
         self.closing = threading.Event()  # set if the next delivery is the last one
         self._abandon = threading.Event()
         self.thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
-        self.thread.start()
 
     def close(self, timeout: float) -> None:
         """Wait for the last delivery, at most `timeout` seconds, then abandon it."""

@@ -86,7 +86,7 @@ def test_fresh_refuses_links_home_and_the_current_directory(
 
 
 def test_fresh_refuses_a_running_demo(made: Path) -> None:
-    lease = Lease(Store(str(made / "store")), new_driver_lease_key(RunKeys("demo-sft-seed0")))
+    lease = Lease(Store(str(made / "store")), new_driver_lease_key(RunKeys("demo-sft-seed0"))).take()
     with pytest.raises(RunError, match=f"process {os.getpid()}"):
         remove_demo(made)
     lease.release()

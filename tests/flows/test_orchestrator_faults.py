@@ -141,7 +141,7 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
 
     def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
         run = TrackedRun("late", "1", store.uri)
-        tracker = RunTracking(run, tmp_path / "outbox", [uri], {"run": {"num_rollout": 3}})
+        tracker = RunTracking(run, tmp_path / "outbox", [uri], {"run": {"num_rollout": 3}}).start()
         tracker.record_missing_commits(store, keys)
         for key, commit in offered:
             tracker.record_commit(key, commit)

@@ -69,7 +69,7 @@ def config_of(*words: str) -> Any:
 def test_the_thread_of_the_start_lives_until_ray_is_stopped(started: list[dict[str, Any]]) -> None:
     """The kernel kills Ray's daemons with the thread that started them."""
     options = PlacementOptions(trainer_gpus=3)
-    taken: Any = ClusterStart("penstock-r", options).take()
+    taken: Any = ClusterStart("penstock-r", options).start().take()
     assert started == [{"namespace": "penstock-r", "options": options}]
     time.sleep(0.05)
     assert taken.thread.is_alive() and taken.thread is not threading.current_thread() and taken.thread.daemon
@@ -84,13 +84,13 @@ def test_the_gpus_of_the_run_are_reserved_in_advance(
 ) -> None:
     """If there are too few, the stage that needs them says so."""
     monkeypatch.setattr(FakeCluster, "too_few", too_few)
-    taken: Any = ClusterStart("penstock-r", PlacementOptions()).take()
+    taken: Any = ClusterStart("penstock-r", PlacementOptions()).start().take()
     assert taken.reserved == [1]
     taken.stop()
 
 
 def test_a_started_ray_is_taken_once(started: list[dict[str, Any]]) -> None:
-    start = ClusterStart("penstock-r", PlacementOptions())
+    start = ClusterStart("penstock-r", PlacementOptions()).start()
     taken = start.take()
     assert taken is not None and start.take() is None
     taken.stop()
@@ -105,7 +105,7 @@ def test_a_start_that_fails_is_logged_and_left_to_the_stage(
 
     monkeypatch.setattr(cluster.Cluster, "start", fail)
     with caplog.at_level(logging.WARNING):
-        assert ClusterStart("penstock-r", PlacementOptions()).take() is None
+        assert ClusterStart("penstock-r", PlacementOptions()).start().take() is None
     assert str(error) in caplog.text and "starting it again" in caplog.text
 
 

@@ -164,7 +164,7 @@ def run_config(store: Store) -> Any:
 
 
 def test_start_waits_for_the_lease_of_another_driver(store: Store, lines: list[str]) -> None:
-    other = Lease(store, new_driver_lease_key(KEYS))
+    other = Lease(store, new_driver_lease_key(KEYS)).take()
     threading.Timer(0.2, other.release).start()
     with driving(run_config(store)) as lease:
         assert not store.exists(other.key) and store.exists(lease.key)
@@ -174,7 +174,7 @@ def test_start_waits_for_the_lease_of_another_driver(store: Store, lines: list[s
 
 def test_of_starts_that_wait_together_one_at_a_time_drives_the_run(store: Store, lines: list[str]) -> None:
     """Regression test: a retry and a resume by hand both saw the end of the driver, and both started engines."""
-    other, drivers, together = Lease(store, new_driver_lease_key(KEYS)), list[int](), list[int]()
+    other, drivers, together = Lease(store, new_driver_lease_key(KEYS)).take(), list[int](), list[int]()
 
     def drive(number: int) -> None:
         with driving(run_config(store)):
@@ -204,7 +204,7 @@ def test_command_that_starts_while_a_retry_takes_the_lease_is_refused_or_first(
     def lease_after_a_command(*args: Any) -> Lease:
         if not seen:
             seen.append("command")
-            command = lease_class(store, new_driver_lease_key(KEYS))
+            command = lease_class(store, new_driver_lease_key(KEYS)).take()
             threading.Timer(0.2, command.release).start()
         return lease_class(*args)
 
@@ -227,7 +227,7 @@ def test_refused_start_does_not_take_the_name_of_a_run(tmp_path: Path, lines: li
 def driver_process(store: Store) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lease of the run's driver."""
     program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
-    program += "; Lease(Store(sys.argv[1]), sys.argv[2]); print('ready', flush=True); sys.stdin.read()"
+    program += "; Lease(Store(sys.argv[1]), sys.argv[2]).take(); print('ready', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, store.root, new_driver_lease_key(KEYS)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as process:

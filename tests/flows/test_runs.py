@@ -296,7 +296,7 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
     for key in ("base.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
     check_run_may_start(store, resolve("sft", second, store))
-    lease = Lease(store, new_driver_lease_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
     start(store, second, "sft", lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
     lease.release()
@@ -310,9 +310,9 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
 def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
-    driver = Lease(store, new_driver_lease_key(KEYS))
+    driver = Lease(store, new_driver_lease_key(KEYS)).take()
     start(store, first, lease=driver)
-    other = Lease(store, new_driver_lease_key(KEYS))
+    other = Lease(store, new_driver_lease_key(KEYS)).take()
     for call in (
         lambda: check_run_may_start(store, resolve("train", second, store)),
         lambda: start(store, second, lease=other),
@@ -332,7 +332,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
         barrier, won = threading.Barrier(2), []
 
         def join(lr: str, barrier: threading.Barrier = barrier, won: list[str] = won) -> None:
-            lease = Lease(store, new_driver_lease_key(KEYS))
+            lease = Lease(store, new_driver_lease_key(KEYS)).take()
             barrier.wait()
             try:
                 start(store, config(tmp_path, "--lr", lr), lease=lease)

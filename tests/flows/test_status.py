@@ -192,7 +192,7 @@ def test_store_that_fails_gives_one_note_and_no_error(
 
 @pytest.fixture
 def lease(store: Store) -> Iterator[Lease]:
-    lease = Lease(store, new_driver_lease_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
     yield lease
     lease.stop_renewing()
 

@@ -220,7 +220,7 @@ def test_run_serves_its_page_in_a_terminal_and_names_the_command_elsewhere(
 
 
 def test_panel_shows_a_run_of_another_process(store: Store) -> None:
-    lease = Lease(store, new_driver_lease_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
     record_start(store, KEYS, Start())
     write_status(store, **running_status())
     remote = RemotePanel(store, KEYS, "train")
@@ -262,7 +262,7 @@ def test_terminal_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def opened(store: Store) -> Iterator[Page]:
     """The page of a run that is running, whose newest round has hostile samples, opened by its link."""
-    lease = Lease(store, new_driver_lease_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
     record_start(store, KEYS, Start())
     commit_hostile_round(store, 2)
     write_status(store, **running_status())

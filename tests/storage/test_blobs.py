@@ -168,7 +168,7 @@ def test_gc_keeps_images_of_the_journal_of_an_unfinished_round(store: Store) -> 
 
 
 def test_gc_keeps_all_images_while_any_run_has_a_driver(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    lease = Lease(store, new_driver_lease_key(RunKeys("other")))
+    lease = Lease(store, new_driver_lease_key(RunKeys("other"))).take()
     gc(store, "--delete")
     assert "(in use, kept)" in capsys.readouterr().out and blobs_in(store) == sorted(NAMES)
     lease.release()
@@ -179,7 +179,7 @@ def test_gc_keeps_all_images_while_any_run_has_a_driver(store: Store, capsys: py
 def test_a_writer_waits_while_images_are_deleted_but_not_for_a_dead_process(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease, pauses = Lease(store, COLLECTION_LEASE), []
+    lease, pauses = Lease(store, COLLECTION_LEASE).take(), []
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)

@@ -25,7 +25,7 @@ Change = Callable[[dict], dict]
 
 
 def write_lease(store: Store, change: Change) -> None:
-    lease = Lease(store, KEY)
+    lease = Lease(store, KEY).take()
     lease.stop_renewing()
     store.replace(KEY, json.dumps(change(json.loads(store.read(KEY) or b""))).encode())
 
@@ -54,7 +54,7 @@ def test_dead_holder_in_another_container_of_this_machine_loses_its_lease(store:
 @pytest.mark.parametrize("step", [*STEPS, 0.0])
 def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store, step: float) -> None:
     program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
-    program += "; import os; Lease(Store(sys.argv[1]), sys.argv[2]); os._exit(0)"
+    program += "; import os; Lease(Store(sys.argv[1]), sys.argv[2]).take(); os._exit(0)"
     subprocess.run([sys.executable, "-c", program, store.root, KEY], check=True, cwd=Path(__file__).parents[2])
     step_clock(store, step)
     assert describe_live_drivers(store, KEYS) == []

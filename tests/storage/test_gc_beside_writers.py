@@ -53,7 +53,7 @@ WRITERS: dict[str, Callable[[Store], object]] = {
     "create": lambda store: store.create("runs/r/run.json", b"{}"),
     "create without hard links": lambda store: disk.create(Path(store.path("runs/r/x")), b"{}", single_writer=True),
     "replace": lambda store: store.replace("runs/r/note.json", b"{}"),
-    "lease": lambda store: Lease(store, f"{KEYS.prefix}/drivers/x.lease").release(),
+    "lease": lambda store: Lease(store, f"{KEYS.prefix}/drivers/x.lease").take().release(),
     "commit": commit_attempt,
 }
 

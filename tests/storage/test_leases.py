@@ -196,7 +196,7 @@ def test_a_writer_stopped_after_its_seal_does_not_commit(store: Store, monkeypat
 
 def test_a_lease_lasts_until_it_is_released(store: Store) -> None:
     key = leases.new_driver_lease_key(KEYS)
-    lease = Lease(store, key)
+    lease = Lease(store, key).take()
     assert len(describe_live_drivers(store, KEYS)) == 1 and describe_live_drivers(store, KEYS, own_lease=key) == []
     lease.release()
     assert describe_live_drivers(store, KEYS) == [] and not store.exists(key)
@@ -207,7 +207,7 @@ def test_a_lease_is_renewed_and_expires_by_the_stores_clock(store: Store, monkey
     unknown = {"host": "other", "boot": "", "processes": 0}  # as of a holder on another machine
     monkeypatch.setattr(leases, "_machine_identity", lambda: unknown)
     now = store_time(store)
-    lease = Lease(store, leases.new_driver_lease_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS)).take()
     lease.stop_renewing()
     assert describe_lease_holder(store, lease.key, now + leases.TTL - 10)
     assert describe_lease_holder(store, lease.key, now + leases.TTL + 10) is None
@@ -215,7 +215,7 @@ def test_a_lease_is_renewed_and_expires_by_the_stores_clock(store: Store, monkey
     calls = threading.Semaphore(0)
     replace = Store.replace
     monkeypatch.setattr(Store, "replace", lambda self, key, data: (replace(self, key, data), calls.release()))
-    lease = Lease(store, leases.new_driver_lease_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS)).take()
     for _ in range(3):
         assert calls.acquire(timeout=60)
     lease.release()
@@ -235,14 +235,14 @@ def test_a_failed_renewal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyP
             renewed.set()
 
     monkeypatch.setattr(Store, "replace", fail_twice)
-    lease = Lease(store, leases.new_driver_lease_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS)).take()
     assert renewed.wait(60)
     lease.release()
 
 
 def test_a_lease_cut_by_a_full_disk_is_deleted_after_its_term(tmp_path: Path) -> None:
     store, key = Store(str(tmp_path)), leases.new_driver_lease_key(KEYS)
-    Lease(store, key).stop_renewing()
+    Lease(store, key).take().stop_renewing()
     store.replace(key, b"")
     now = store_time(store)
     [orphan] = find_orphans(store, older_than=0, now=now + 60)
@@ -253,7 +253,7 @@ def test_a_lease_cut_by_a_full_disk_is_deleted_after_its_term(tmp_path: Path) ->
 def test_published_weights_are_kept_while_a_driver_runs(store: Store) -> None:
     weights = f"{KEYS.prefix}/published/weights-1/model.safetensors"
     store.create(weights, b"x")
-    lease = Lease(store, leases.new_driver_lease_key(KEYS))
+    lease = Lease(store, leases.new_driver_lease_key(KEYS)).take()
     assert collect(store) == set() and store.exists(weights)
     lease.release()
     assert collect(store) == {weights.rpartition("/")[0]}
@@ -313,7 +313,7 @@ def test_a_damaged_lease_counts_until_it_expires(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(store, "read", read)
 
     store = Store(str(tmp_path))
-    lease = Lease(store, "runs/r/drivers/1.lease")
+    lease = Lease(store, "runs/r/drivers/1.lease").take()
     lease.stop_renewing()
     now = store_time(store)
     fails(FlexibleChecksumError)

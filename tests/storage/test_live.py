@@ -238,7 +238,7 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
     monkeypatch.setattr(live, "RECORDS_SECONDS", 0.0)
     monkeypatch.setattr(live, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(run_status, "SILENT_SECONDS", 0.0)
-    lease, run = Lease(store, new_driver_lease_key(KEYS)), live_run(store)
+    lease, run = Lease(store, new_driver_lease_key(KEYS)).take(), live_run(store)
     record_start(store, KEYS, Start())
     write_status(store, phase="stopping")
     assert answer(run)["state"]["kind"] == "silent"  # the lease says that the driver is alive
@@ -249,7 +249,7 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
     commit_rollout(store, 0, created_at=time.time() + 100)
     answer(run)
     assert answer(run)["state"]["since"] > time.time() + 50  # a commit is a sign of life, too
-    lease = Lease(store, new_driver_lease_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
     record_start(store, KEYS, Start())  # resumed: the status is that of the start before
     assert answer(run)["state"]["kind"] == "running" and answer(run)["state"]["num_starts"] == 2
     assert not answer(run)["is_current"]
@@ -262,7 +262,7 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
 
 def test_status_that_changes_is_fresh_whatever_its_clock_says(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "RECORDS_SECONDS", 0.0)
-    lease, run = Lease(store, new_driver_lease_key(KEYS)), live_run(store)
+    lease, run = Lease(store, new_driver_lease_key(KEYS)).take(), live_run(store)
     record_start(store, KEYS, Start(at=1.0))
     write_status(store, at=100.0)  # the clock of the driver is wrong
     assert answer(run)["state"]["kind"] == "silent"

@@ -61,7 +61,7 @@ def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path,
 
     track(tmp_path / "out", uri, commits()[:6])
     monkeypatch.setattr(JsonlTracker, "deliver", fail_once)
-    tracking = offer(RunTracking(RUN, tmp_path / "out", [uri], CONFIG), commits())
+    tracking = offer(RunTracking(RUN, tmp_path / "out", [uri], CONFIG).start(), commits())
     delivery = tracking.deliveries[0]
     while delivery.num_waiting() or delivery.problem:
         delivery.thread.join(0.05)
@@ -82,7 +82,7 @@ def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Pat
     monkeypatch.setattr("penstock.storage.tracking.delivery.Delivery.close", lambda self, timeout: self.thread.join())
     with monkeypatch.context() as patch:
         patch.setattr(JsonlTracker, "deliver", write_and_die)
-        RunTracking(RUN, tmp_path / "out", [uri], CONFIG).close()
+        RunTracking(RUN, tmp_path / "out", [uri], CONFIG).start().close()
     assert rounds_in_file(uri) == [] and Outbox(tmp_path / "out", "-jsonl").delivered_offset == 0
     (tmp_path / "out" / "delivery-jsonl.lock").unlink()  # of this process
     track(tmp_path / "out", uri, commits())
@@ -154,9 +154,10 @@ def test_records_since_a_start_without_an_end_are_sent_again(
             line = {"type": kind, "at": 1.0, "config": {}, "status": "FINISHED", "step": number, "metrics": {}}
             outbox.append(f"{name}-{len(keys)}-{number}", line)
         delivery = Delivery(uri, RUN, tmp_path)
+        delivery.thread.start()
         delivery.closing.set()  # as if it were killed after the delivery
         delivery.wake.set()
         delivery.thread.join()
     keys.clear()
-    assert RunTracking(RUN, tmp_path, [uri]).close(timeout=60) == 0
+    assert RunTracking(RUN, tmp_path, [uri]).start().close(timeout=60) == 0
     assert [key.partition("-")[0] for key in keys] == sent

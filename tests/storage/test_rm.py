@@ -79,7 +79,7 @@ def test_an_unknown_run_is_refused(store: Store, words: list[str]) -> None:
 
 
 def test_a_run_with_a_live_driver_is_not_removed(store: Store) -> None:
-    lease = Lease(store, new_driver_lease_key(KEYS))
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
     with pytest.raises(RunError, match="has a running driver, process"):
         command(store, "r", "--yes", "r")
     assert describe_removing_process(store, KEYS) is None and not is_removed(store, KEYS)
@@ -91,8 +91,8 @@ def test_a_driver_starting_during_removal_is_seen_or_sees_the_removal(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(store, tmp_path / "data.jsonl")
-    lease = Lease(store, new_driver_lease_key(KEYS))
-    remover = Lease(store, f"{KEYS.prefix}/removing.lease")  # it will look for drivers next
+    lease = Lease(store, new_driver_lease_key(KEYS)).take()
+    remover = Lease(store, f"{KEYS.prefix}/removing.lease").take()  # it will look for drivers next
     with pytest.raises(RunError, match="is being removed"):
         open_run(store, resolve("train", config, store), lease=lease)
     with pytest.raises(RunError, match="is being removed"):
@@ -123,7 +123,7 @@ def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) ->
     with pytest.raises(RunError, match="its fork 'f'"):
         command(store, "r", "--yes", "r")
     store.delete([RunKeys("f").fork])
-    remover = Lease(store, f"{KEYS.prefix}/removing.lease")
+    remover = Lease(store, f"{KEYS.prefix}/removing.lease").take()
     with pytest.raises(RunError, match="is being removed"):
         fork.main(["r", "--at", "2", "--name", "f", "--store", store.root])
     assert files(store, "runs/f") == set()
@@ -132,7 +132,7 @@ def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) ->
 
 def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
     store.create(KEYS.removed, b"")
-    remover = Lease(store, f"{KEYS.prefix}/removing.lease")
+    remover = Lease(store, f"{KEYS.prefix}/removing.lease").take()
     before = files(store, KEYS.prefix)
     assert gc_main(["r", "--delete", "--older-than", "0", "--store", store.root]) == 0
     assert files(store, KEYS.prefix) == before

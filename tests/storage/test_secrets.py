@@ -69,7 +69,7 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
     plan = resolve("train", config, store)
     assert create_run_record(store, plan)
     # Without a tracker, whose thread would import MLflow during the next tests.
-    RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", [], config.model_dump(mode="json")).close(timeout=0)
+    RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", [], config.model_dump(mode="json")).start().close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600

@@ -117,7 +117,7 @@ def run(store: Store) -> TrackedRun:
 def deliver(store: Store, run: TrackedRun, uris: list[str]) -> None:
     """Track the run `r` as a flow does."""
     config = parse_config(["--run", "r", "--store", store.root]).model_dump(mode="json")
-    tracker = RunTracking(run, tracking_directory(store, "r"), uris, config)
+    tracker = RunTracking(run, tracking_directory(store, "r"), uris, config).start()
     tracker.record_missing_commits(store, RunKeys("r"))
     for costs in read_cost_metrics(store, RunKeys("r"), None):
         tracker.enqueue_metrics(costs.key, costs.metrics, costs.step, costs.at)
@@ -250,14 +250,14 @@ def test_track_reports_an_unreachable_server(store: Store) -> None:
 def test_an_outage_of_one_tracker_does_not_delay_another(database: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     uris = ["http://127.0.0.1:9", f"tensorboard://{tmp_path}/tb"]
-    tracker = RunTracking(TrackedRun("demo", "1"), tmp_path / "out", uris, CONFIG)
+    tracker = RunTracking(TrackedRun("demo", "1"), tmp_path / "out", uris, CONFIG).start()
     for key, commit in commits():
         tracker.record_commit(key, commit)
     tracker.close(timeout=20)
     mlflow, tensorboard = tracker.deliveries
     assert (mlflow.num_waiting(), tensorboard.num_waiting()) == (len(commits()) + 2, 0)
     mlflow.thread.join()
-    again = RunTracking(TrackedRun("demo", "1"), tmp_path / "out", [f"sqlite:///{database}", uris[1]], CONFIG)
+    again = RunTracking(TrackedRun("demo", "1"), tmp_path / "out", [f"sqlite:///{database}", uris[1]], CONFIG).start()
     assert again.close(timeout=60) == 0
     points = [point for point in tensorboard_points(tmp_path / "tb") if point[2] == point[2]]
     assert points == mlflow_points(database)

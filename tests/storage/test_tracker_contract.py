@@ -157,7 +157,7 @@ def test_a_refused_record_is_skipped_and_the_others_are_delivered(served: tuple[
     uri, content = served
     if uri.startswith(("tensorboard:", "wandb:")):
         pytest.skip("accepts all names and numbers")
-    tracking = RunTracking(RUN, tmp_path / "out", [uri])
+    tracking = RunTracking(RUN, tmp_path / "out", [uri]).start()
     tracking.enqueue_metrics("good", {"perf/overhead": 0.25}, step=0)
     tracking.enqueue_metrics("bad", {"n" * 400: 0.25}, step=1)
     tracking.enqueue_metrics("also good", {"perf/overhead": 0.5}, step=2)
@@ -178,7 +178,7 @@ def test_a_failing_tracker_keeps_the_records_for_the_next_start(
             raise ConnectionError("http://user:pa55word@server is down")
 
         patched.setattr(trackers.tracker_of(uri), "connect", unreachable)
-        tracking = RunTracking(RUN, tmp_path / "out", [uri], CONFIG)
+        tracking = RunTracking(RUN, tmp_path / "out", [uri], CONFIG).start()
         tracking.record_commit(*commits()[1])
         assert tracking.close(timeout=5) == 3
         assert tracking.problem is not None and "pa55word" not in tracking.problem

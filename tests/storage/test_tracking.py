@@ -192,7 +192,7 @@ def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path
 
 def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
     for run_id in ("a", "b"):
-        RunTracking(TrackedRun("demo", run_id), tmp_path / run_id, [f"sqlite:///{database}"]).close(timeout=60)
+        RunTracking(TrackedRun("demo", run_id), tmp_path / run_id, [f"sqlite:///{database}"]).start().close(timeout=60)
     assert counts(database)["runs"] == 2
 
 
@@ -207,7 +207,7 @@ def dead_server() -> Iterator[str]:
 def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     dead_server: str, database: Path, tmp_path: Path
 ) -> None:
-    tracker = RunTracking(RUN, tmp_path / "out", [dead_server], CONFIG)
+    tracker = RunTracking(RUN, tmp_path / "out", [dead_server], CONFIG).start()
     start = time.perf_counter()
     offer(tracker, commits())
     assert time.perf_counter() - start < 10, "MLflow's own client would wait minutes"
@@ -220,7 +220,7 @@ def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
 def test_an_unreachable_server_is_logged_in_one_line(
     dead_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = RunTracking(TrackedRun("demo", "1"), tmp_path / "outbox", [dead_server], CONFIG)
+    tracker = RunTracking(TrackedRun("demo", "1"), tmp_path / "outbox", [dead_server], CONFIG).start()
     deadline = time.monotonic() + 60
     while tracker.problem is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -238,7 +238,7 @@ def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
     """SQLite waits a few seconds for a lock that another process holds."""
     other = sqlite3.connect(database, isolation_level=None)
     other.execute("begin exclusive")
-    tracker = RunTracking(RUN, tmp_path / "out", [f"sqlite:///{database}"], CONFIG)
+    tracker = RunTracking(RUN, tmp_path / "out", [f"sqlite:///{database}"], CONFIG).start()
     start = time.perf_counter()
     offer(tracker, commits())
     assert time.perf_counter() - start < 10, "the run does not wait for the database"
@@ -262,7 +262,7 @@ def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) ->
     for key, commit in commits():
         store.create(key, encode_commit(commit))  # its files are not looked at here
     run = TrackedRun("demo", "1", store.uri)
-    tracker = RunTracking(run, tracking_directory(store, "demo"), [f"sqlite:///{database}"])
+    tracker = RunTracking(run, tracking_directory(store, "demo"), [f"sqlite:///{database}"]).start()
     tracker.record_commit(*commits()[1])
     assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run
     assert tracker.record_missing_commits(store, KEYS) == 0

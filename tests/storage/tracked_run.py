@@ -43,6 +43,6 @@ def track(
 ) -> None:
     """Deliver all records of one start to an MLflow database, or to a URI."""
     uri = f"sqlite:///{to}" if isinstance(to, Path) else to
-    tracking = offer(RunTracking(RUN, directory, [uri], config), offered)
+    tracking = offer(RunTracking(RUN, directory, [uri], config).start(), offered)
     assert (tracking.close(status, timeout=60), tracking.problem) == (0, None)
     assert not list(directory.glob("refused*.jsonl"))

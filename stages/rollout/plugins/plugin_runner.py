@@ -166,7 +166,6 @@ class _PluginLoop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.calls: set[_Call] = set()
-        threading.Thread(target=self.loop.run_forever, name="penstock-plugins", daemon=True).start()
 
     @classmethod
     def current(cls) -> _PluginLoop:
@@ -174,6 +173,8 @@ class _PluginLoop:
         with cls._lock:
             if cls._shared is None:
                 cls._shared = cls()
+                run = cls._shared.loop.run_forever
+                threading.Thread(target=run, name="penstock-plugins", daemon=True).start()
             return cls._shared
 
     async def responds_within(self, limit_seconds: float) -> bool:

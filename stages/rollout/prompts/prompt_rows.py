@@ -456,7 +456,7 @@ def parse_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) ->
         try:
             for number, block in enumerate(blocks):
                 if len(workers) < num_workers:
-                    workers.append(WorkerProcess(prepare_parsing, columns))
+                    workers.append(WorkerProcess(prepare_parsing, columns).start())
                     stack.callback(workers[-1].close)
                 else:
                     yield running.popleft().result()

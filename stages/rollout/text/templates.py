@@ -71,7 +71,7 @@ class TemplateRenderer:
         for start in range(0, len(chats), _MAX_UNREAD):
             with self._lock:  # a forked process must start its own child
                 if self._worker is None or self._worker[0] != os.getpid():
-                    self._worker = os.getpid(), WorkerProcess(prepare_rendering, self.limits, is_sandboxed=True)
+                    self._worker = os.getpid(), WorkerProcess(prepare_rendering, self.limits, is_sandboxed=True).start()
                 started = self._worker
             jobs = [
                 started[1].submit((head, json.dumps(chat, default=str)), self.limits.wall_seconds)
