@@ -42,11 +42,11 @@ REPLICATED = re.compile(rf"layernorm|router\.|_down_proj\.|^{VISION}")
 FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
 
 
-def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
+def read_shape(directory: str | Path, family_path: str | None = None, flag: str = "--hf-checkpoint") -> ModelShape:
     """Return the model shape that the config.json of a Hugging Face directory describes. `family_path`: file or module
-    of an external family (--model-family-path)."""
+    of an external family (--model-family-path). `flag`: the option that names the directory, for errors."""
     path = Path(directory) / "config.json"
-    return shape_from_config(read_config(path), str(path), family_path)
+    return shape_from_config(read_config(path, flag), str(path), family_path)
 
 
 def shape_from_config(

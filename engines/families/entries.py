@@ -153,16 +153,16 @@ def check_not_gguf(model: Path) -> None:
         )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json. Check before that the model's directory has no pipes or devices, whose
-    reading might never end, and that its JSON files and chat templates fit into memory."""
+def read_config(path: Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
+    """Return the entries of a config.json, whose directory was given to `flag`. Check before that the model's directory
+    has no pipes or devices, whose reading might never end, and that its JSON files and chat templates fit into memory.
+    """
     directory = path.parent
-    check_not_hub_id("--hf-checkpoint", directory)
+    check_not_hub_id(flag, directory)
     if not path.exists():
         check_not_gguf(directory)
         raise ModelError(
-            f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
-            "tokenizer)"
+            f"{path} does not exist: give {flag} a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
     for file in sorted(directory.iterdir()):
         try:

@@ -469,7 +469,8 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         directory = config_directory(path)
         if directory is None:
             continue  # a Megatron checkpoint: its tensors are compared with the policy's during the import
-        other = read_shape(directory, family_path)
+        flag = {"reference": "--ref-load", "start": "--load"}.get(name, "--opd-teacher-load")
+        other = read_shape(directory, family_path, flag)
         if directory == Path(path):  # not the assets of a converted model
             check_weights(directory, other)
         policy_fields, other_fields = shape.model_dump(), other.model_dump()
@@ -531,7 +532,7 @@ def check_teacher(config: PostTrainConfig) -> None:
     if options is None:
         return
     path, num_gpus = options.spec.model_path, options.gpus_per_engine
-    teacher = read_shape(path, config.convert.model_family_path)
+    teacher = read_shape(path, config.convert.model_family_path, "--opd-teacher-engine")
     check_weights(path, teacher)
     engine_backend(options.engine).check_options(options)
     engine_backend(options.engine).check_sharding(options, teacher)

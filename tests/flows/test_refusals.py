@@ -259,8 +259,9 @@ def test_invalid_auxiliary_models_and_training_functions_are_refused(good, tmp_p
     other = make_tiny_model(tmp_path / "wider", hidden=64, heads=4, groups=2, head_dim=16)
     said = refusal(good | {"--ref-load": str(other), "--use-kl-loss": ""}, capsys)
     assert "the reference" in said and "has head_dim 16, but the policy has 32" in said
-    said = refusal(good | {"--use-opd": "", "--opd-teacher-load": str(tmp_path / "nowhere")}, capsys)
-    assert "nowhere" in said and "does not exist" in said
+    for flag in ("--ref-load", "--opd-teacher-load", "--opd-teacher-engine"):
+        said = refusal(good | {"--use-kl-loss": "", flag: str(tmp_path / "nowhere")}, capsys)
+        assert "nowhere" in said and flag in said, said
     said = refusal(good | {"--custom-advantage-function-path": "mine.py:f"}, capsys)
     assert "mine.py does not exist" in said
     assert "has no experts" in refusal(good | {"--use-routing-replay": ""}, capsys)
