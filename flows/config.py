@@ -1,8 +1,8 @@
 """The config, the parameter of every flow: a pydantic model composed of the stages' configs, and checks across stages.
 
 An option is defined once, in the config of the stage that uses it; the field's name is also the flag and the TOML key.
-This file adds the options of the run as a whole (name, store, number of rounds). Prefect shows the model as a form and
-rejects invalid values at submission.
+The options of the run as a whole (name, store, number of rounds) are in run_config.py. Prefect shows the model as a
+form and rejects invalid values at submission.
 """
 
 from __future__ import annotations
