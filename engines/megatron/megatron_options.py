@@ -94,8 +94,8 @@ class MegatronOptions(StageConfig):
             ),
             (
                 self.moe_permute_fusion and self.moe_grouped_gemm is False,
-                "--moe-permute-fusion permutes tokens for grouped GEMMs, but moe_grouped_gemm is false: drop one of "
-                "them",
+                "--moe-permute-fusion permutes tokens for grouped GEMMs, which --no-moe-grouped-gemm turns off: omit "
+                "one of the two options",
             ),
             (
                 is_full and None in has_block,

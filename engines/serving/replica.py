@@ -372,7 +372,8 @@ class ExternalReplica(Replica):
         return f"the external engine at {self.address} does not generate tokens"
 
     def kill(self) -> None:
-        """Make the next `wait_for_url` call check the engine again; its process is not killed."""
+        """Make the next `wait_for_url` call check the engine again. The process continues: the run did not
+        start it."""
         self._checked = False
 
     def release(self) -> None:

@@ -199,8 +199,8 @@ class SGLangBackend(EngineBackend):
             (
                 options.external and options.in_flight == "in_place",
                 "--pause-generation-mode in_place needs engines that the run starts, because external engines "
-                "(--rollout-external-engine-addrs) would reuse keys and values of earlier weights: use retract, or "
-                "omit --rollout-external-engine-addrs",
+                "(--rollout-external-engine-addrs) would use a KV cache of earlier weights: use "
+                "--pause-generation-mode retract, or omit --rollout-external-engine-addrs",
             ),
             (
                 options.return_experts and routed,

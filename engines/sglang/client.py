@@ -381,7 +381,7 @@ def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
 
 
 def merge_image_tokens(input_ids: list[int], images: Sequence[PromptImage]) -> list[int]:
-    """Return a prompt with one token in place of the tokens of each image, which SGLang repeats again."""
+    """Return a prompt in which the tokens of each image are merged into one; SGLang expands it again."""
     merged, end = [], 0
     for image in images:
         merged += input_ids[end : image.start + 1]

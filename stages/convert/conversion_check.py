@@ -146,14 +146,15 @@ def check_bits_equal_source(name: str, weights: HFWeights, tensor: Tensor) -> No
     info, at = weights.info[name], 0
     if (info.dtype, info.shape) != (tensor.dtype, tuple(tensor.shape)):
         raise ModelError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)} after the round trip, but {info.dtype} "
+            f"{name} is {tensor.dtype} {list(tensor.shape)} after conversion to Megatron and back, but {info.dtype} "
             f"{list(info.shape)} in the source: please report this as a bug"
         )
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     for chunk in weights.read_rows(name):
         if not np.array_equal(content[at : at + len(chunk)], np.frombuffer(chunk, dtype=np.uint8)):
             raise ModelError(
-                f"{name} has different bits after the round trip: check disk and memory, or report this as a bug"
+                f"{name} has different bits after conversion to Megatron and back: check disk and memory, or "
+                "report this as a bug"
             )
         at += len(chunk)
 

@@ -348,7 +348,7 @@ class Origin:
     family_path: str | None = field(default=None, repr=False)  # --model-family-path
 
     def shape(self) -> ModelShape:
-        """Return the shape of the model, with the vocabulary size of the export."""
+        """Return the shape of the model, with the vocabulary size that exported Hugging Face weights have."""
         shape = read_shape(self.directory, self.family_path)
         return shape.model_copy(update={"vocab_size": self.vocab_size}) if self.vocab_size else shape
 

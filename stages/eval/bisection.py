@@ -47,8 +47,8 @@ def next_version(first: int, last: int, values: Values, bound: float) -> int | N
     end = last if is_high else first
     if end in values:
         raise NoFallError(
-            f"no evaluated version from {first} to {last} has a value below {bound:g} after one that reaches it "
-            f"({values[end]:.4g} at version {end}): give another --below, or another range with --from and --to"
+            f"from version {first} to {last}, the metric does not fall from {bound:g} or more to less than {bound:g} "
+            f"(it is {values[end]:.4g} at version {end}): give another --below, or another range with --from and --to"
         )
     return end
 

@@ -40,7 +40,7 @@ _COLUMNS = [name for name in SCHEMA.names if name != "routed_experts"]
 
 @dataclass(frozen=True)
 class StoredRound:
-    """What is stored of a trained round."""
+    """The stored data of a trained round."""
 
     samples: pa.Table  # [B] rows with SCHEMA
     trained: pa.Table  # [B] rows with the columns of TOKEN_COLUMNS that the round has stored
@@ -124,7 +124,7 @@ def recompute(stored: StoredRound) -> Recomputed:
 
 
 def _problems(stored: StoredRound, values: Mapping[str, Tensor], of_loss: bool, num_steps: int) -> Iterator[str]:
-    """Yield what prevents that the loss of a round, or its advantages, are recomputed."""
+    """Yield the reasons why the loss or the advantages of a round cannot be recomputed."""
     config = stored.config
     if config.replay is not None:
         yield "the round may also have trained on samples of earlier rounds (--replay-share)"

@@ -42,10 +42,12 @@ class ExpertsFormat:
             chosen: expert ids, [num_tokens * num_layers * top_k]; those of dense layers are ignored.
             num_tokens: R, the number of tokens with recorded routing.
         """
-        if chosen.size != num_tokens * self.num_layers * self.top_k:
+        needed = num_tokens * self.num_layers * self.top_k
+        if chosen.size != needed:
             raise EngineError(
-                f"the engine returned {chosen.size} routed experts for {num_tokens} tokens, {self.num_layers} layers "
-                f"and {self.top_k} experts per token: the engine must serve the model that is trained"
+                f"the engine returned {chosen.size} routed experts, expected {needed} "
+                f"({num_tokens} tokens x {self.num_layers} layers x {self.top_k} experts): serve the model that is "
+                "trained"
             )
         routed = chosen.reshape(num_tokens, self.num_layers, self.top_k)[:, self.num_dense_layers :]
         ordered = np.sort(routed, axis=-1)

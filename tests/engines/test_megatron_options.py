@@ -73,7 +73,7 @@ def test_unknown_option_or_value_is_refused_in_one_sentence(name: str, value: An
     ("options", "message"),
     [
         ({"bucket_size": 5}, "--ddp-bucket-size has an effect only with --overlap-grad-reduce"),
-        ({"moe_permute_fusion": True, "moe_grouped_gemm": False}, "but moe_grouped_gemm is false"),
+        ({"moe_permute_fusion": True, "moe_grouped_gemm": False}, "which --no-moe-grouped-gemm turns off"),
         ({"recompute_granularity": "full"}, "--recompute-granularity full needs --recompute-method"),
         ({"recompute_method": "block"}, "have an effect only with --recompute-granularity full"),
         ({"recompute_modules": ["mlp"]}, "has an effect only with --recompute-granularity selective"),

@@ -71,7 +71,7 @@ def test_routed_experts_are_requested_and_compressed() -> None:
     ("meta", "message"),
     [
         ({}, "--sglang-enable-return-routed-experts"),
-        (chosen_experts(3), "returned 18 routed experts for 4 tokens, 3 layers and 2 experts per token"),
+        (chosen_experts(3), r"returned 18 routed experts, expected 24 \(4 tokens x 3 layers x 2 experts\)"),
     ],
 )
 def test_missing_or_misshaped_routed_experts_raise(meta: dict[str, str], message: str) -> None:

@@ -362,7 +362,7 @@ def test_rollout_function_without_the_parameter_is_not_called_by_evaluations(plu
     ("change", "message"),
     [
         (("return RolloutFnEvalOutput({name:", "return RolloutFnEvalOutput({'x':"), "results of x from the evaluation"),
-        (('"samples": samples', '"texts": samples'), 'without "samples"'),
+        (('"samples": samples', '"texts": samples'), 'returned no "samples"'),
         (("rewards = [", "rewards = [1.0] + ["), '11 "rewards" for 10 "samples"'),
         (("index / 16", "float('nan')"), 'returned nan in "rewards": return finite numbers'),
         (("len(data_source.dataset)", "4"), "returned 4 of the 5 prompts of the data set numbers: return all"),

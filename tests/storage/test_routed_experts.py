@@ -26,7 +26,7 @@ def test_round_trip(num_experts: int, num_bytes: int, num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("chosen", "sentence"),
     [
-        ([0, 1, 2], "3 routed experts for 1 tokens, 2 layers and 2 experts"),
+        ([0, 1, 2], "3 routed experts, expected 4 \\(1 tokens x 2 layers x 2 experts"),
         ([0, 1, 2, 2], "not 2 different ids below 4"),
         ([0, 1, 2, 4], "not 2 different ids below 4"),
         ([-1, 1, 2, 3], "not 2 different ids below 4"),

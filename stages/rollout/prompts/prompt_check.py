@@ -87,7 +87,7 @@ def check_rendered_rows(
         try:
             if tools and uses_template and "tools" not in tokenizer.chat_template_source(tools=True):
                 raise TemplateError(
-                    "the chat template does not write tool definitions: use a template that does, or ignore the tools "
+                    "the chat template does not render tool definitions: use a template that does, or ignore the tools "
                     "with --tool-key ''"
                 )
             if hint_template is not None:

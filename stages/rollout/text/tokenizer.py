@@ -224,7 +224,7 @@ def check_tokenizer(
         return tokenizer
     if tools and "tools" not in tokenizer.chat_template_source(tools=True):
         raise TemplateError(
-            f"the chat template in {directory} does not write tool definitions: use a template that does, or omit "
+            f"the chat template in {directory} does not render tool definitions: use a template that does, or omit "
             "--tool-key"
         )
     [result] = tokenizer.try_render([([{"role": "user", "content": "1+1="}], None, True)])
