@@ -127,18 +127,17 @@ def make_llama(path: Path) -> None:
     _write(LlamaForCausalLM, LlamaConfig(**sizes, **_common()), path)
 
 
-def make_vision_model(path: Path, text: dict[str, Any], vision: dict[str, Any]) -> None:
-    """Write a Qwen2.5-VL, or a Qwen3-VL if the vision tower has deepstack layers, and its image processor."""
+def vision_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> Any:
+    """Return the config of a Qwen2.5-VL, or of a Qwen3-VL if the vision tower has deepstack layers."""
     import transformers
 
     is_third = "deepstack_visual_indexes" in vision
-    kind = "Qwen3VL" if is_third else "Qwen2_5_VL"
-    tokenizer = make_tokenizer(40960, words=IMAGE_TOKENS)
     start, end, image, video = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": text["sections"]}
     rope |= {"mrope_interleaved": True} if is_third else {}
     sizes = {name: value for name, value in text.items() if name != "sections"}
-    config = getattr(transformers, f"{kind}Config")(
+    kind = "Qwen3VL" if is_third else "Qwen2_5_VL"
+    return getattr(transformers, f"{kind}Config")(
         text_config=sizes | _common() | {"rope_parameters": rope, "tie_word_embeddings": True},
         vision_config=vision,
         image_token_id=image,
@@ -146,8 +145,19 @@ def make_vision_model(path: Path, text: dict[str, Any], vision: dict[str, Any]) 
         vision_start_token_id=start,
         vision_end_token_id=end,
         tie_word_embeddings=True,
+        architectures=[f"{kind}ForConditionalGeneration"],
     )
-    _write(getattr(transformers, f"{kind}ForConditionalGeneration"), config, path)
+
+
+def make_vision_model(path: Path, text: dict[str, Any], vision: dict[str, Any]) -> None:
+    """Write a model of VISION and its image processor."""
+    import transformers
+
+    tokenizer = make_tokenizer(40960, words=IMAGE_TOKENS)
+    config = vision_config(text, vision, tokenizer)
+    [architecture] = config.architectures
+    kind = architecture.removesuffix("ForConditionalGeneration")
+    _write(getattr(transformers, architecture), config, path)
     tokenizer.chat_template = IMAGE_TEMPLATE
     tokenizer.save_pretrained(path)
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{kind}Processor"}

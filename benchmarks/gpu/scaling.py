@@ -12,10 +12,13 @@ dense      Qwen3-1.7B, 4B and 8B, 64 x 8 samples of 128 + 2,048 tokens, trainer 
 weak       Qwen3-1.7B as above with 64 x 8 samples per GPU
 moe        Qwen3-30B-A3B whole, EP8 and TP2 x EP4, 64 x 8 samples of 128 + 4,096 tokens, optimizer in host memory
 llama      Llama-3.1-8B, 64 x 8 samples of 128 + 4,096 tokens
+images     Qwen2.5-VL-3B on one GPU, and data and tensor parallel on two; Qwen3-VL-4B on two; 32 x 8 samples with a
+           picture of 448 x 448 pixels in each prompt and 512 tokens in each response
 apart      4B (1.7B with one GPU for the trainer), half or a quarter of the GPUs for engines, staleness 1 and 2, NCCL
 tail       1.7B, lengths with a median of 512 and a 99th percentile of 8,192 tokens: synchronous on all GPUs, and half
            or a quarter of the GPUs for engines with staleness 1
-kills      one trainer rank, one engine and the driver are killed; then audit and replay, bit for bit
+kills      1.7B, and Qwen2.5-VL-3B with pictures: one trainer rank, one engine and the driver are killed; then audit and
+           replay, bit for bit
 
 Efficiency: seconds x GPUs of the smallest number of GPUs on which the model fits, over seconds x GPUs. The floor
 (lowest possible time) of a round is generation, grading and training alone; of asynchronous runs the longest of them.

@@ -9,14 +9,17 @@ from pathlib import Path
 from long_tail import PERCENTILE_99
 
 LONG_TAIL = Path(__file__).with_name("long_tail.py")
-GROUPS = ("dense", "weak", "moe", "llama", "apart", "tail", "kills")
+GROUPS = ("dense", "weak", "moe", "llama", "images", "apart", "tail", "kills")
 # Options with which `penstock doctor --plan` says that a model fits GPUs of 80 GB: 1.7b one of them, 4b two, 8b four,
-# and 30b-a3b eight. Micro-batches of 2 or 4 whole sequences; 1.7b as measured in docs/benchmarks.md.
+# 30b-a3b eight, qwen2.5-vl-3b one, and qwen3-vl-4b two. Micro-batches of 2 to 4 whole sequences; 1.7b as measured in
+# docs/benchmarks.md.
 MEMORY = {
     "1.7b": "--max-tokens-per-gpu 16384 --sglang-mem-fraction-static 0.8",
     "4b": "--max-tokens-per-gpu 4352 --sglang-mem-fraction-static 0.75",
     "8b": "--max-tokens-per-gpu 8704 --sglang-mem-fraction-static 0.75",
     "llama-8b": "--max-tokens-per-gpu 8448 --sglang-mem-fraction-static 0.75",
+    "qwen2.5-vl-3b": "--max-tokens-per-gpu 3584 --sglang-mem-fraction-static 0.7",
+    "qwen3-vl-4b": "--max-tokens-per-gpu 3584 --sglang-mem-fraction-static 0.7",
     # Without the reference model, whose copies (77 GiB) would leave too little of a host's memory to the optimizer.
     "30b-a3b": "--max-tokens-per-gpu 8448 --sglang-mem-fraction-static 0.75 --optimizer-cpu-offload --no-use-kl-loss "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -82,6 +85,7 @@ def all_parts(gpus: int) -> Iterator[Part]:
         yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 8", engine_gpus=2, note="ep8")
         yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 4 {TENSOR_2}", engine_gpus=2, note="tp2ep4")
         yield Part("llama", "llama-8b", 8, 4096, f"{COLOCATE} {ranks(8)} {TENSOR_2}")
+    yield from parts_with_images(gpus)
     yield from parts_apart(gpus)
     yield from parts_with_long_tail(gpus)
     yield Part(
@@ -93,6 +97,21 @@ def all_parts(gpus: int) -> Iterator[Part]:
         samples=4,
         measured=3,
     )
+
+
+def parts_with_images(gpus: int) -> Iterator[Part]:
+    """Yield the parts of vision-language models, with one picture of 448 x 448 pixels in each prompt: data parallel and
+    tensor parallel on two GPUs; and a part with kills."""
+    model = "qwen2.5-vl-3b"
+    yield Part("images", model, 1, 512, f"{COLOCATE} {ranks(1)}", prompts=32)
+    if gpus >= 2:
+        wide = f"--colocate --rollout-num-gpus-per-engine 2 {ranks(2)} {TENSOR_2}"
+        yield Part("images", model, 2, 512, f"{COLOCATE} {ranks(2)}", prompts=32, note="dp2")
+        yield Part("images", model, 2, 512, wide, prompts=32, engine_gpus=2, note="tp2")
+        yield Part("images", "qwen3-vl-4b", 2, 512, f"{COLOCATE} {ranks(2)}", prompts=32)
+    number = min(gpus, 2)
+    options = f"{COLOCATE} {ranks(number)} --deterministic-mode"
+    yield Part("kills", model, number, 128, options, samples=4, prompts=16, measured=3)
 
 
 def parts_apart(gpus: int) -> Iterator[Part]:

@@ -27,13 +27,14 @@ from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu_models import train_arguments
+from gpu_models import VISION, train_arguments
 from learning import read_commit
 from run import median_seconds, read_publish_seconds, round_seconds
 
 KILLS = ("trainer", "engine", "driver")  # one after each of the first rounds
 CHECKS = ("all killed", "all rounds trained", "audit clean", "replay equal bit for bit")
 POLL_SECONDS = 0.2
+GAP = "train/train_rollout_logprob_abs_diff"  # mean difference between the log-probs of trainer and engine
 PENSTOCK = [sys.executable, "-m", "penstock"]
 
 
@@ -162,7 +163,8 @@ def make_arguments(part: Part, directory: Path, rehearse: bool, further: list[st
         )
     rounds = part.rounds if part.group == "kills" else 100
     make_prefect_home(directory / "prefect", part.name)
-    words = train_arguments(directory, "tiny" if rehearse else part.model, part.name)
+    tiny = "tiny-vl" if part.model in VISION else "tiny"
+    words = train_arguments(directory, tiny if rehearse else part.model, part.name)
     words += ["--num-rollout", str(rounds), "--rollout-batch-size", str(prompts), "--grace-period", "1"]
     words += ["--n-samples-per-prompt", str(part.samples), "--rollout-max-response-len", str(length)]
     if sizes := visible_gpu_bytes():
@@ -224,6 +226,7 @@ def read_figures(run: PartRun) -> dict[str, Any]:
         "tokens/s per GPU": round(total / wall / part.gpus, 1),
         "trained tokens/s per GPU": round(trained / wall / part.gpus, 1),
         "train MFU": None if None in mfu else round(statistics.median(mfu), 4),
+        "gap": [round(steps[r].summary[GAP], 5) for r in steady],
     }
 
 

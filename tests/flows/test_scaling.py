@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.training import GIB
+from penstock.flows.commands.demo_model import make_tokenizer
 from penstock.flows.config import Flow, validate_config
 from penstock.flows.gpu_plan import plan_gpu_memory
 from penstock.flows.inspect.plan import plan_fits
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
 import scaling
 import scaling_runs
-from gpu_models import RECIPE
+from gpu_models import IMAGE_TOKENS, RECIPE, VISION, vision_config
 from scaling import Report, efficiencies, run_side_by_side
 from scaling_parts import DENSE, MEMORY, Part, all_parts
 from scaling_runs import CHECKS, DoesNotFit, Interrupted, PartRun, RunFailed
@@ -38,8 +39,12 @@ H100_GIB = 79.6  # of 80 GB; what the driver reports
 def fits(part: Part, directory: Path) -> bool:
     from penstock.engines.families import read_shape
 
-    model = REAL_MODELS[NAMES[part.model]]
-    (directory / "config.json").write_text(json.dumps({"architectures": [model.architecture], **model.config}))
+    if part.model in VISION:
+        entries = vision_config(*VISION[part.model], make_tokenizer(64, words=IMAGE_TOKENS)).to_dict()
+    else:
+        model = REAL_MODELS[NAMES[part.model]]
+        entries = {"architectures": [model.architecture], **model.config}
+    (directory / "config.json").write_text(json.dumps(entries))
     words = ["--config", str(RECIPE), "--rollout-max-response-len", str(part.length)]
     config = validate_config(parse_values([*words, *MEMORY[part.model].split(), *part.options.split()]))
     assert max(config.train.num_ranks + (config.rollout.rollout_num_gpus or 0), 1) == part.gpus
