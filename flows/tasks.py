@@ -475,7 +475,8 @@ def publish_results(session: Session) -> State[None]:
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
     """Return a function: policy version -> stages that are due after that version is trained, in order: publish,
     checkpoint, evaluate, export. If trainer and engines take turns on the devices, the checkpoint comes before the
-    publish. With --async-buffer-size no publish is due, because the thread of rollouts publishes."""
+    publish. With --async-buffer-size no publish is due, because the thread of rollouts publishes; with --async-mode
+    streaming there is one, because engines are updated while they generate."""
 
     run, evals = session.config.run, session.config.eval
     last, generates = run.num_rollout, session.config.train.loss_type != "sft_loss"

@@ -1,7 +1,8 @@
 """RL post-training: convert -> [rollout -> train -> publish -> (checkpoint) -> (evaluate)] x N -> export.
 
 Each step of the loop is a task whose result is committed to the store. After a kill, the same call resumes after the
-last committed task. With --async-buffer-size, further rollouts are generated while a round is trained (rollouts.py).
+last committed task. With --async-buffer-size or --async-mode streaming, further rollouts are generated while a round is
+trained (rollouts.py).
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@ same stage on their own prompts.
 
 A sample with the built-in generation passes through these files of this folder:
 
-    prompts/source.py       read the next row of --prompt-data
-    prompts/data_source.py  create a group of pending samples for this row, or take a buffered group
-    text/tokenizer.py       apply the chat template, tokenize the prompt; later decode the response
-    group.py                request responses from an engine, then have them graded
-    journal.py              store finished groups before the round is committed
-    collect.py              keep, drop or buffer the group
-    rollout.py              write shards; commit
+    prompts/prompt_files.py, prompt_rows.py   open the files of --prompt-data, and parse their rows
+    prompts/source.py                         read the next row
+    prompts/data_source.py                    create a group of pending samples for this row, or take a buffered group
+    text/tokenizer.py, templates.py           apply the chat template, tokenize the prompt; later decode the response
+    collect.py                                start the group; at its end keep, drop or buffer it
+    group.py                                  request responses from an engine, then have them graded
+    journal.py                                store finished groups before the round is committed
+    rollout.py                                write shards; commit
 
 Outside of this folder, engines/sglang/client.py calls the engines, and stages/rewards/grading.py grades.
 
