@@ -540,7 +540,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--gdpo-reward-weights right=1", "--gdpo-reward-weights right=1 --advantage-estimator gdpo",
         "--overlong-buffer-len 9", "--overlong-penalty-factor 2",
         "--baseline-over-trajectories --advantage-estimator ppo",
-        "--replay-share 0", "--replay-share 0.01", "--replay-max-staleness 2",
+        "--replay-share 0.01", "--replay-max-staleness 2",
         "--replay-share 0.5 --advantage-estimator ppo", "--replay-share 0.5 --loss-type sft_loss",
         "--replay-share 0.5 --load-debug-rollout-data x",
         "--baseline-over-trajectories --disable-rewards-normalization",

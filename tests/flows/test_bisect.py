@@ -57,7 +57,9 @@ def test_dry_run_states_the_cost_and_writes_nothing(store: Store, capsys: pytest
     out = capsys.readouterr().out
     assert "eval/sums below 5, versions 0 to 8, 3 of them with a stored evaluation" in out
     assert "at most 0 evaluations and 0 replayed rounds" in out, "the stored values rise"
-    with pytest.raises(RunError, match=r"no evaluated version from 0 to 8 .* \(8 at version 8\): give another --below"):
+    with pytest.raises(
+        RunError, match=r"from version 0 to 8, the metric does not fall .* \(it is 8 at version 8\): give another"
+    ):
         bisect.main(["r", *SUMS, "--below", "5", "--store", store.root])
     assert {found.key for found in store.walk("")} == before
 

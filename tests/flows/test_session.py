@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from prefect.exceptions import TerminationSignal
@@ -39,6 +39,9 @@ class ScriptedTracking:
     def __init__(self, *_: object) -> None:
         self.events: list[str] = []
         self.deliveries = [SimpleNamespace(name="MLflow", page=None, problem=None, num_waiting=lambda: 0)]
+
+    def start(self) -> Self:
+        return self
 
     def record_missing_commits(self, store: Store, keys: RunKeys) -> None:
         pass
