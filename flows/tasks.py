@@ -22,7 +22,7 @@ from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.debug_runs import check_gates, dump_samples
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
-from penstock.flows.runtime.processes import materialize_fork
+from penstock.flows.runtime.processes import materialize_fork, wait_for_engines_on_trainer_gpus
 from penstock.flows.runtime.publishing import evaluate_policy
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
@@ -98,6 +98,7 @@ def restore(session: Session) -> None:
     version = session.run.num_trained_rounds()
     if version < session.run.num_rounds:
         session.display.note_wait("waiting for the trainer (it loads torch, Megatron-core and the policy)")
+        wait_for_engines_on_trainer_gpus(session.processes)
         session.processes.restore_trainer_at(version)
         session.set_stage_message(f"the trainer has policy version {version}")
     else:

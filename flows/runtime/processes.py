@@ -240,13 +240,9 @@ class Processes:
         return f"{len(started)} engine{'s'[: len(started) - 1]}{policy}" if started else ""
 
     def release_engines(self) -> None:
-        """Call this before the trainer uses GPU memory. Wait until engines on the trainer's GPUs have started, because
-        an engine takes a share of the memory that is free while it starts. With --offload-rollout, release their
-        memory, also that of engines that a previous driver of this run left running on an external Ray cluster."""
-        config, options = self.run.config, self.engine_options
-        if self.cluster.num_gpus and options.num_gpus is None and not options.external and "rollout" in self.pools:
-            for replica in self.pools["rollout"].replicas:
-                replica.wait_for_url()
+        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
+        that a previous driver of this run left running on an external Ray cluster."""
+        config = self.run.config
         if not config.run.offloads_engines or config.run.debug_train_only or config.train.loss_type == "sft_loss":
             return
         if "rollout" not in self.pools and not self.cluster.owned:
@@ -312,6 +308,14 @@ class Processes:
                 trainer.kill()
         self._cluster.stop()
         self._cluster = None
+
+
+def wait_for_engines_on_trainer_gpus(processes: Processes) -> None:
+    """Wait until the engines that share GPUs with the trainer have started. Call this before the trainer first loads a
+    policy: an engine takes a share of the GPU memory that is free while it starts."""
+    options, engines = processes.engine_options, processes.pools.get("rollout")
+    if engines is not None and processes.cluster.num_gpus and options.num_gpus is None and not options.external:
+        _ = engines.urls  # waits
 
 
 def materialize_fork(processes: Processes) -> None:

@@ -19,7 +19,7 @@ from penstock.flows import tasks
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import processes
-from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.processes import Processes, wait_for_engines_on_trainer_gpus
 from penstock.flows.runtime.publishing import PolicyEngines
 from penstock.flows.runtime.runs import ActiveRun
 from penstock.stages.train.actor import TrainActor
@@ -246,9 +246,15 @@ def test_trainer_takes_gpu_memory_after_the_engines_on_its_gpu_have_started(
     KV cache smaller, or its start fail."""
     run, waited = world(*flags), list[bool]()
     monkeypatch.setattr(run.cluster, "num_gpus", num_gpus)
-    replica = SimpleNamespace(wait_for_url=lambda: waited.append(True), known_url=None)
-    run.processes.pools["rollout"] = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
-    run.processes.new_trainer(run.cluster, run.config).before_onload()
+
+    class StartingEngines:
+        @property
+        def urls(self) -> list[str]:
+            waited.append(True)
+            return []
+
+    run.processes.pools["rollout"] = StartingEngines()  # type: ignore[assignment]
+    wait_for_engines_on_trainer_gpus(run.processes)
     assert waited == [True] * waits
     del run.processes.pools["rollout"]
 
