@@ -92,18 +92,13 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, _OWN)
     run, given = parse_run_argument("regrade", positional), parse_scoring_options(rest)
     limit, detect = parse_number("--fail-above", own.get("--fail-above", "1")), "--detectors" in own
+    check_rules([(limit > 1, f"--fail-above takes a share from 0 to 1; found {limit:g}")])
     _, config = read_flow_and_config(given.run, run)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     record = read_existing_record(store, keys)
     sources = select_sources(store, keys, record, own)
-    rules = (
-        (limit > 1, f"--fail-above takes a share from 0 to 1; found {limit:g}"),
-        (
-            detect and sources[0][0],
-            "--detectors reads training rounds, but none is selected: add --rounds, or omit --detectors",
-        ),
-    )
-    check_rules(rules)
+    no_rounds = "--detectors reads training rounds, but none is selected: add --rounds, or omit --detectors"
+    check_rules([(detect and sources[0][0], no_rounds)])
     commits = regrade_all(store, record, config, given, sources, detect)
     print(f"{run} in {store.uri}, graded again")
     print_changes(commits)
