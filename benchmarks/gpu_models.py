@@ -34,12 +34,17 @@ VISION = {  # name -> (sizes of the language model, sizes of the vision tower)
         dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, patch_size=16)
         | dict(deepstack_visual_indexes=[5, 11, 17], out_hidden_size=2560),
     ),
-    "tiny-vl": (
-        dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
-        | dict(num_key_value_heads=2, vocab_size=1024, sections=[2, 3, 3]),
-        dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=14, window_size=56)
-        | dict(fullatt_block_indexes=[1], out_hidden_size=64),
-    ),
+}
+TINY_TEXT: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
+TINY_TEXT |= dict(num_key_value_heads=2, vocab_size=1024, sections=[8, 12, 12])
+TINY_TOWER: dict[str, Any] = dict(depth=2, hidden_size=128, intermediate_size=256, num_heads=2, out_hidden_size=256)
+TINY_QWEN2_5_TOWER = TINY_TOWER | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1])
+TINY_QWEN3_TOWER = TINY_TOWER | dict(patch_size=16, num_position_embeddings=256, deepstack_visual_indexes=[0])
+TINY_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=192, norm_topk_prob=True)
+VISION |= {
+    "tiny-vl": (TINY_TEXT, TINY_QWEN2_5_TOWER),
+    "tiny-qwen3-vl": (TINY_TEXT | dict(head_dim=64), TINY_QWEN3_TOWER),
+    "tiny-qwen3-vl-moe": (TINY_TEXT | TINY_EXPERTS | dict(head_dim=64), TINY_QWEN3_TOWER),
 }
 IMAGE_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 IMAGE_TEMPLATE = (
@@ -128,7 +133,8 @@ def make_llama(path: Path) -> None:
 
 
 def vision_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> Any:
-    """Return the config of a Qwen2.5-VL, or of a Qwen3-VL if the vision tower has deepstack layers."""
+    """Return the config of a Qwen2.5-VL, or of a Qwen3-VL if the vision tower has deepstack layers, with experts if the
+    language model has them."""
     import transformers
 
     is_third = "deepstack_visual_indexes" in vision
@@ -136,7 +142,7 @@ def vision_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) 
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": text["sections"]}
     rope |= {"mrope_interleaved": True} if is_third else {}
     sizes = {name: value for name, value in text.items() if name != "sections"}
-    kind = "Qwen3VL" if is_third else "Qwen2_5_VL"
+    kind = ("Qwen3VLMoe" if "num_experts" in text else "Qwen3VL") if is_third else "Qwen2_5_VL"
     return getattr(transformers, f"{kind}Config")(
         text_config=sizes | _common() | {"rope_parameters": rope, "tie_word_embeddings": True},
         vision_config=vision,
@@ -152,12 +158,17 @@ def vision_config(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) 
 def make_vision_model(path: Path, text: dict[str, Any], vision: dict[str, Any]) -> None:
     """Write a model of VISION and its image processor."""
     import transformers
+    from safetensors.torch import load_file, save_file
 
     tokenizer = make_tokenizer(40960, words=IMAGE_TOKENS)
     config = vision_config(text, vision, tokenizer)
     [architecture] = config.architectures
     kind = architecture.removesuffix("ForConditionalGeneration")
     _write(getattr(transformers, architecture), config, path)
+    if "num_experts" in text:  # transformers saves the experts of a model that it did not load with rows as columns
+        weights = load_file(path / "model.safetensors")
+        weights |= {name: weights[name].mT.contiguous() for name in weights if ".mlp.experts." in name}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.chat_template = IMAGE_TEMPLATE
     tokenizer.save_pretrained(path)
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{kind}Processor"}

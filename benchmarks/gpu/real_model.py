@@ -5,9 +5,9 @@ part, rewards, the gap of each round, and the held-out accuracy with its 95 % in
     python benchmarks/gpu/real_model.py DIRECTORY --model model --data data [--seed 0] [--rounds 100] [-- OPTIONS]
     python benchmarks/gpu/real_model.py DIRECTORY --model model --data data --kills 10 --replay 0,50,99 [-- OPTIONS]
 
-OPTIONS are further options of `penstock train`, such as --advantage-estimator gspo. The recipe is that of the example,
-whose reward is imported from the current directory: run this in the root of the repository. The parts of a round are
-medians over all rounds but the first two.
+OPTIONS are further options of `penstock train`, such as --advantage-estimator gspo. The default recipe is that of the
+example, whose reward is imported from the current directory: run this in the root of the repository. The parts of a
+round are medians over all rounds but the first two.
 
 --kills N kills trainer, engine and driver with SIGKILL, N times in all, equally often, in rounds and moments drawn from
 the seed; the driver is started again at once. A kill costs the time of its round and the next one, including their
@@ -55,6 +55,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="directory for all files and logs")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--data", type=Path, required=True, help="directory that examples/smollm2/data.py wrote")
+    parser.add_argument("--config", type=Path, default=RECIPE, help="recipe")
     parser.add_argument("--name", default="grpo", help="name of the run, followed by its seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=100)
@@ -81,7 +82,7 @@ def main() -> int:
     if kills:
         figures["kills"] = describe_kills(kills, [step.created_at for step in steps])
     figures["settings of the model"] = {"model": str(options.model), "data": str(options.data)}
-    options.model = options.data = None  # do not report paths of this machine
+    options.model = options.data = options.config = None  # do not report paths of this machine
     write_report(options, figures)
     if ranges:
         figures["verify and replay"] = verify_and_replay(run, options.directory, ranges)
@@ -95,7 +96,7 @@ Kill = tuple[float, str]  # time, target
 
 def run_training(run: str, options: Any) -> tuple[Lines, list[Kill]]:
     """Run `penstock train` to its end, and kill its processes during the run. Return its output lines and the kills."""
-    words = ["train", "--config", RECIPE, "--run", run, "--store", options.directory / run]
+    words = ["train", "--config", options.config, "--run", run, "--store", options.directory / run]
     words += ["--hf-checkpoint", options.model, "--num-rollout", options.rounds]
     words += ["--prompt-data", options.data / "train.jsonl"]
     for task in TASKS:

@@ -10,7 +10,8 @@ run again from their beginning. So the rounds of a figure are always those of on
 
 dense      Qwen3-1.7B, 4B and 8B, 64 x 8 samples of 128 + 2,048 tokens, trainer and engines on the same GPUs
 weak       Qwen3-1.7B as above with 64 x 8 samples per GPU
-moe        Qwen3-30B-A3B whole, EP8 and TP2 x EP4, 64 x 8 samples of 128 + 4,096 tokens, optimizer in host memory
+moe        Qwen3-30B-A3B whole, optimizer in host memory: EP8 and TP2 x EP4, 64 x 8 samples of 128 + 4,096 tokens, on
+           eight GPUs; EP4, 128 + 2,048 tokens, on four GPUs of 139 GiB
 llama      Llama-3.1-8B, 64 x 8 samples of 128 + 4,096 tokens
 images     Qwen2.5-VL-3B on one GPU, and data and tensor parallel on two; Qwen3-VL-4B on two; 32 x 8 samples with a
            picture of 448 x 448 pixels in each prompt and 512 tokens in each response

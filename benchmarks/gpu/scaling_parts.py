@@ -11,8 +11,8 @@ from long_tail import PERCENTILE_99
 LONG_TAIL = Path(__file__).with_name("long_tail.py")
 GROUPS = ("dense", "weak", "moe", "llama", "images", "apart", "tail", "kills")
 # Options with which `penstock doctor --plan` says that a model fits GPUs of 80 GB: 1.7b one of them, 4b two, 8b four,
-# 30b-a3b eight, qwen2.5-vl-3b one, and qwen3-vl-4b two. Micro-batches of 2 to 4 whole sequences; 1.7b as measured in
-# docs/benchmarks.md.
+# 30b-a3b eight (or four of 139 GiB), qwen2.5-vl-3b one, and qwen3-vl-4b two. Micro-batches of 2 to 4 whole sequences;
+# 1.7b as measured in docs/benchmarks.md.
 MEMORY = {
     "1.7b": "--max-tokens-per-gpu 16384 --sglang-mem-fraction-static 0.8",
     "4b": "--max-tokens-per-gpu 4352 --sglang-mem-fraction-static 0.75",
@@ -80,6 +80,9 @@ def all_parts(gpus: int) -> Iterator[Part]:
                 yield Part("dense", model, number, 2048, f"{COLOCATE} {ranks(number)} {layout}")
     for number in numbers[1:]:
         yield Part("weak", "1.7b", number, 2048, f"{COLOCATE} {ranks(number)}", prompts=64 * number)
+    if gpus == 4:  # GPUs of 139 GiB, and 512 GiB of host memory
+        options = f"{COLOCATE} {ranks(4)} --expert-model-parallel-size 4"
+        yield Part("moe", "30b-a3b", 4, 2048, options, note="ep4", measured=1)
     if gpus >= 8:
         wide = f"--colocate --rollout-num-gpus-per-engine 2 {ranks(8)} --expert-model-parallel-size"
         yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 8", engine_gpus=2, note="ep8")

@@ -188,13 +188,13 @@ def check_fit(run: PartRun) -> None:
 
 def measure(run: PartRun) -> dict[str, Any]:
     """Train a part from the start, so that no interruption is measured, and stop it after the measured rounds. Return
-    its seconds and speeds.
+    its seconds and speeds. A model that the store has is not converted again.
 
     Raises:
         DoesNotFit, RunFailed, Interrupted: it was not measured.
     """
     check_fit(run)
-    run.remove_store()
+    shutil.rmtree(run.store / run.keys.prefix, ignore_errors=True)
     begin = log_size(run.log)
     try:
         run.run("train", *run.arguments, each_poll=lambda pid: run.num_trained() >= run.part.rounds)

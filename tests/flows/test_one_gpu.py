@@ -21,8 +21,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ROOT = Path(__file__).parents[2]
 
 
-def test_three_rounds_with_trainer_and_engine_on_one_gpu(tmp_path: Path, agrees) -> None:
+FAMILIES = ("tiny-vl", "tiny-qwen3-vl", "tiny-qwen3-vl-moe")
+
+
+@pytest.mark.parametrize(("model", "gap"), [("0.6b", 0.05), *((family, 0.02) for family in FAMILIES)])
+def test_three_rounds_with_trainer_and_engine_on_one_gpu(model: str, gap: float, tmp_path: Path, agrees) -> None:
     further = shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/round.py"), str(tmp_path), "--rounds", "3", "--", *further]
-    subprocess.run(command, check=True, timeout=900)
-    agrees(Store(str(tmp_path / "round")), RunKeys("round"), num_rounds=3, gap=0.05)  # bf16 on both sides
+    words = [str(tmp_path), "--model", model, "--rounds", "3", "--", *further]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/gpu/round.py"), *words], check=True, timeout=900)
+    agrees(Store(str(tmp_path / "round")), RunKeys("round"), num_rounds=3, gap=gap)  # bf16 on both sides
