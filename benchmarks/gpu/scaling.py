@@ -18,8 +18,8 @@ images     Qwen2.5-VL-3B on one GPU, and data and tensor parallel on two; Qwen3-
 apart      4B (1.7B with one GPU for the trainer), half or a quarter of the GPUs for engines, staleness 1 and 2, NCCL
 tail       1.7B, lengths with a median of 512 and a 99th percentile of 8,192 tokens: synchronous on all GPUs, and half
            or a quarter of the GPUs for engines with staleness 1
-kills      1.7B, and Qwen2.5-VL-3B with pictures: one trainer rank, one engine and the driver are killed; then audit and
-           replay, bit for bit
+kills      1.7B, and Qwen2.5-VL-3B (with one GPU a tiny model) with pictures: one trainer rank, one engine and the
+           driver are killed; then audit and replay, bit for bit
 
 Efficiency: seconds x GPUs of the smallest number of GPUs on which the model fits, over seconds x GPUs. The floor
 (lowest possible time) of a round is generation, grading and training alone; of asynchronous runs the longest of them.
