@@ -163,7 +163,7 @@ def make_vision_model(path: Path, text: dict[str, Any], vision: dict[str, Any]) 
     tokenizer = make_tokenizer(40960, words=IMAGE_TOKENS)
     config = vision_config(text, vision, tokenizer)
     [architecture] = config.architectures
-    kind = architecture.removesuffix("ForConditionalGeneration")
+    kind = architecture.removesuffix("ForConditionalGeneration").removesuffix("Moe")
     _write(getattr(transformers, architecture), config, path)
     if "num_experts" in text:  # transformers saves the experts of a model that it did not load with rows as columns
         weights = load_file(path / "model.safetensors")

@@ -84,11 +84,13 @@ class EngineStream(Protocol):
 
 @dataclass(frozen=True)
 class PackedImages:
-    """The images of a micro-batch, in the order of their tokens."""
+    """The images of a micro-batch, and the places where they stand. Samples of one group have the same images, which
+    are here once and pass the vision tower once."""
 
     pixel_values: Tensor  # [P, patch_dim] float32, patches in the order of transformers' image processors, on the CPU
     grid_thw: Tensor  # [I, 3] int64, (frames, rows, columns) of patches of each image, on the CPU
-    starts: Tensor  # [I] int64, index of each image's first token in the micro-batch, ascending
+    starts: Tensor  # [N] int64, index of the first token of each place in the micro-batch, ascending
+    image_index: Tensor  # [N] int64, which of the I images stands there
 
 
 class EnginePack(Protocol):

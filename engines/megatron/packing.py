@@ -154,7 +154,7 @@ class StreamImages:
     pixel_values: Tensor  # [P, patch_dim] as in `PackedImages`
     grids: list[list[int]]  # (frames, rows, columns) of patches of each image
     rows: Tensor  # [n] rows of image tokens
-    part: slice  # these n tokens among all image tokens of the micro-batch
+    features: Tensor  # [n] which of the tower's output rows stands in each of them
     deepstack: list[Tensor] = field(default_factory=list)  # [n, H] for each of the first decoder layers
     gradients: list[Tensor | None] = field(default_factory=list)  # of `deepstack`, set by the backward pass
 
@@ -164,13 +164,14 @@ def place_images(
 ) -> StreamImages:
     """Return the images of a micro-batch for one of `tensor` sequence-parallel ranks, which share the rows of
     `stream`."""
-    grids, size = images.grid_thw.tolist(), len(stream.token_ids) // tensor
-    spans = zip(images.starts.tolist(), map(vision.num_image_tokens, grids), strict=True)
-    tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])  # ascending
+    grids, size, device = images.grid_thw.tolist(), len(stream.token_ids) // tensor, stream.token_ids.device
+    features = torch.arange(sum(counts := [vision.num_image_tokens(grid) for grid in grids])).split(counts)
+    places = list(zip(images.starts.tolist(), images.image_index.tolist(), strict=True))
+    tokens = torch.cat([torch.arange(start, start + counts[image]) for start, image in places])  # ascending
     first = stream.first_token + tensor_rank * size
     start, stop = torch.searchsorted(tokens, torch.tensor([first, first + size])).tolist()
-    rows = (tokens[start:stop] - first).to(stream.token_ids.device)
-    return StreamImages(images.pixel_values, grids, rows, slice(start, stop))
+    own = torch.cat([features[image] for _, image in places])[start:stop]
+    return StreamImages(images.pixel_values, grids, (tokens[start:stop] - first).to(device), own.to(device))
 
 
 @dataclass

@@ -59,7 +59,8 @@ class Batch:
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
     images: BatchImages | None = None  # of a vision-language model
     image_grids: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))  # [I, 3] as in `PackedImages`
-    image_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [I] sample of each image
+    image_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [N] image that stands at a place
+    image_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [N] sample of each place
 
     @classmethod
     def from_table(cls, table: pa.Table, *, needs_rewards: bool, components: Iterable[str] = ()) -> Batch:
@@ -115,9 +116,10 @@ class Batch:
 def train_flops(
     shape: ModelShape, batch: Batch, samples: np.ndarray, *, frozen: bool = False, trains_vision: bool = False
 ) -> float:
-    """Return the FLOPs of one forward and backward pass over samples of a batch; `ModelShape.train_flops` says what
-    counts."""
-    lengths, grids = batch.lengths[samples], batch.image_grids[np.isin(batch.image_samples, samples)].tolist()
+    """Return the FLOPs of one forward and backward pass over samples of a batch, which passes an image of several
+    samples once; `ModelShape.train_flops` says what counts."""
+    images = np.unique(batch.image_index[np.isin(batch.image_samples, samples)])
+    lengths, grids = batch.lengths[samples], batch.image_grids[images].tolist()
     tokens, squares = int(lengths.sum()), int((lengths**2).sum())
     return shape.train_flops(tokens, squares, grids, frozen=frozen, trains_vision=trains_vision)
 
@@ -127,11 +129,13 @@ def with_images(batch: Batch, table: pa.Table, vision: Vision, images: SampleIma
     digests = table["images"].to_pylist()
     used = list(dict.fromkeys(chain.from_iterable(digests)))
     assert images or not used, "the rollout has images, but its commit has no image processor"
-    grids = dict(zip(used, map_in_threads(images.grid, used, NUM_THREADS))) if images else {}
+    numbers = {digest: number for number, digest in enumerate(used)}
+    grids = map_in_threads(images.grid, used, NUM_THREADS) if images else []
     return replace(
         batch,
         images=BatchImages(vision, digests, images.process if images else None),
-        image_grids=np.array([grids[digest] for own in digests for digest in own], np.int64).reshape(-1, 3),
+        image_grids=np.array(grids, np.int64).reshape(-1, 3),
+        image_index=np.array([numbers[digest] for own in digests for digest in own], np.int64),
         image_samples=np.repeat(np.arange(len(digests)), [len(own) for own in digests]),
     )
 
@@ -358,21 +362,21 @@ class BatchImages:
         digests = [self.digests[row] for row in sample_indices]
         used = list(dict.fromkeys(digest for own in digests for digest in own))
         processed = dict(zip(used, map_in_threads(self.process, used, NUM_THREADS))) if self.process else {}
-        positions, grids, starts, end = [np.zeros((3, int(not digests)), np.int64)], [], [], 0
+        positions, starts, end = [np.zeros((3, int(not digests)), np.int64)], [], 0
         for row, own in zip(sample_indices, digests):
             token_ids = batch.token_ids[batch.offsets[row] : batch.offsets[row + 1]]
             own_grids = [processed[digest].grid_thw[0] for digest in own]
             own_starts = self.vision.image_starts(token_ids, own_grids)
             positions.append(self.vision.token_positions(len(token_ids), own_starts, own_grids))
             starts += [end + start for start in own_starts]
-            grids += own_grids
             end += len(token_ids)
         all_positions = torch.from_numpy(np.concatenate(positions, axis=1))
-        if not grids:
+        if not used:
             return all_positions, None
-        pixels = np.concatenate([processed[digest].pixel_values for own in digests for digest in own])
-        grid_thw = torch.from_numpy(np.stack(grids).astype(np.int64))
-        return all_positions, PackedImages(torch.from_numpy(pixels), grid_thw, torch.tensor(starts))
+        pixels = torch.from_numpy(np.concatenate([processed[digest].pixel_values for digest in used]))
+        grids = torch.from_numpy(np.concatenate([processed[digest].grid_thw for digest in used]).astype(np.int64))
+        image_index = torch.tensor([used.index(digest) for own in digests for digest in own])
+        return all_positions, PackedImages(pixels, grids, torch.tensor(starts), image_index)
 
 
 @dataclass(frozen=True)

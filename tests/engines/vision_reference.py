@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.families import hf_model
 Conversation = list[int | tuple[int, int, int]]  # numbers of text tokens, and grids (frames, rows, columns) of images
 SMALL, WIDE, HIGH, ODD = (1, 4, 4), (1, 4, 10), (1, 12, 2), (1, 6, 10)
 MIXED: list[list[Conversation]] = [  # packs: with and without images, one and several, of equal and other sizes
+    # Images of equal size in one conversation are one image.
     [[9], [3, SMALL, 5], [2, WIDE, 1, HIGH, 4], [1, SMALL, 2, SMALL, 3], [17]],
     [[6], [40], [3]],
     [[4, ODD, 7], [SMALL, 5], [1, HIGH, 1]],
@@ -43,7 +45,7 @@ def make_vision_pack(shape: ModelShape, conversations: list[Conversation], seed:
     vision = shape.vision
     assert vision is not None
     generator = torch.Generator().manual_seed(seed)
-    sequences, positions, pixels, grids, starts, lengths = [], [], [], [], [], [0]
+    sequences, positions, pixels, grids, starts, image_index, lengths = [], [], [], [], [], [], [0]
     for conversation in conversations:
         parts: list[Tensor] = []
         own = [item for item in conversation if isinstance(item, tuple)]
@@ -56,17 +58,21 @@ def make_vision_pack(shape: ModelShape, conversations: list[Conversation], seed:
         sequence = {"input_ids": tokens[None]}
         first = vision.image_starts(tokens.numpy(), own)
         if own:
-            patches = sum(frames * rows * columns for frames, rows, columns in own)
-            sequence["pixel_values"] = torch.randn(patches, vision.patch_dim, generator=generator)
+            used = list(dict.fromkeys(own))
+            image_index += [len(pixels) + used.index(grid) for grid in own]
+            made = {grid: torch.randn(prod(grid), vision.patch_dim, generator=generator) for grid in used}
+            sequence["pixel_values"] = torch.cat([made[grid] for grid in own])
             sequence["image_grid_thw"] = torch.tensor(own)
             sequence["mm_token_type_ids"] = (tokens == vision.image_token_id).int()[None]
-            pixels.append(sequence["pixel_values"])
+            pixels += made.values()
+            grids += used
         sequences.append(sequence)
         positions.append(torch.from_numpy(vision.token_positions(len(tokens), first, own)))
         starts += [lengths[-1] + start for start in first]
-        grids += own
         lengths.append(lengths[-1] + len(tokens))
-    images = PackedImages(torch.cat(pixels), torch.tensor(grids), torch.tensor(starts)) if grids else None
+    images = None
+    if grids:
+        images = PackedImages(torch.cat(pixels), torch.tensor(grids), torch.tensor(starts), torch.tensor(image_index))
     return VisionPack(
         token_ids=torch.cat([sequence["input_ids"][0] for sequence in sequences]),
         position_ids=torch.cat(positions, dim=1),

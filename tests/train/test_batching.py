@@ -170,8 +170,8 @@ def test_empty_microbatch_is_one_pad_token_without_trained_tokens() -> None:
 
 def test_flops_of_samples_include_their_images() -> None:
     batch = Batch.from_table(to_table(samples(4)), needs_rewards=True)
-    grids, owners = np.array([[1, 4, 4], [1, 2, 6], [1, 8, 2]]), np.array([1, 1, 3])
-    batch = replace(batch, image_grids=grids, image_samples=owners)
+    grids, places, owners = np.array([[1, 4, 4], [1, 2, 6], [1, 8, 2]]), np.array([0, 1, 2, 1]), np.array([1, 1, 3, 1])
+    batch = replace(batch, image_grids=grids, image_index=places, image_samples=owners)
     vision = Vision(
         variant="qwen3", image_token_id=0, num_blocks=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1,
         output_size=8, in_channels=3, patch_size=4, temporal_patch_size=2, merge_size=2,

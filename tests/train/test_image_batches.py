@@ -87,9 +87,10 @@ def test_microbatch_has_the_patches_and_positions_of_its_samples_in_order(rollou
     packed, vision = pack(rollout.batch(), [2, 1, 0]), rollout.vision
     assert vision is not None and packed.images is not None
     names = ["small", "high", "small", "wide"]
-    pixels, grids = zip(*map(rollout.patches, names))
+    pixels, shared = zip(*map(rollout.patches, ("small", "high", "wide")))  # the small image is there once
     assert torch.equal(packed.images.pixel_values, torch.from_numpy(np.concatenate(pixels)))
-    assert packed.images.grid_thw.tolist() == list(grids)
+    assert packed.images.grid_thw.tolist() == list(shared) and packed.images.image_index.tolist() == [0, 1, 0, 2]
+    grids = [rollout.patches(name)[1] for name in names]
     for name, start in zip(names, packed.images.starts.tolist(), strict=True):
         around = packed.token_ids[start - 1 : start + TOKENS[name] + 1].tolist()
         assert around == [54, *[IMAGE_TOKEN] * TOKENS[name], 55]
@@ -120,7 +121,8 @@ def test_sample_with_more_image_tokens_than_its_images_is_refused(rollout: Rollo
 
 def test_batch_has_the_grids_of_the_images_of_each_sample(rollout: Rollout) -> None:
     batch = rollout.batch()
-    assert batch.image_grids.tolist() == [rollout.patches(name)[1] for name in ("wide", "small", "high", "small")]
+    assert batch.image_grids.tolist() == [rollout.patches(name)[1] for name in ("wide", "small", "high")]
+    assert batch.image_index.tolist() == [0, 1, 2, 1]
     assert batch.image_samples.tolist() == [0, 2, 2, 2]
 
 

@@ -246,11 +246,11 @@ def insert_images(hidden: Tensor, tower: VisionTower, stream: PackedStream) -> T
         merge = tower.shape.merge_size
         patches = torch.zeros(merge**2, tower.shape.patch_dim)
         no_rows = torch.empty(0, dtype=torch.long, device=hidden.device)
-        images = StreamImages(patches, [[1, merge, merge]], no_rows, slice(0, 0))
+        images = StreamImages(patches, [[1, merge, merge]], no_rows, no_rows)
     stream.images = images = replace(images)  # the features of this pass are freed with it
     with torch.set_grad_enabled(trained):
         features = tower(images.pixel_values, images.grids, stream.kernel)
-    return _InsertImages.apply(hidden, images, *(feature[images.part] for feature in features))
+    return _InsertImages.apply(hidden, images, *(feature[images.features] for feature in features))
 
 
 class _InsertImages(torch.autograd.Function):
