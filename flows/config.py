@@ -339,13 +339,16 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         batch = samples // (steps or 1)
     if steps is None:
         steps = samples // batch if batch else 0
-    if batch * steps != samples:
-        raise OptionError(
+    rules = (
+        (
+            batch * steps != samples,
             f"--rollout-batch-size {rollout.rollout_batch_size} x --n-samples-per-prompt "
             f"{rollout.n_samples_per_prompt} = {samples} samples, but --global-batch-size {batch} x "
-            f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal"
-        )
-    check_rules([train.batch_rule(batch)])
+            f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal",
+        ),
+        train.batch_rule(batch),
+    )
+    check_rules(rules)
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
     if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
         changes |= train.lr_schedule(run.num_rollout * steps * train.ppo_epochs)
@@ -407,19 +410,20 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
         raise OptionError(f"config file {path} is not valid TOML ({reason}): correct it") from None
-    if not values:
-        raise OptionError(
-            f"config file {path} is empty: write [section] and below it option = value, or leave out --config"
-        )
+    where = f"config file {path}"
+    rules: list[tuple[object, str]] = [
+        (not values, f"{where} is empty: write [section] and below it option = value, or leave out --config")
+    ]
     for name, entries in values.items():
-        if name not in PostTrainConfig.model_fields:
-            owner = next((section for section, option, _ in OPTIONS if option == name.replace("-", "_")), None)
-            found = f"config file {path}: {name} is outside its section: write it below [{owner}]"
-            unknown = f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}"
-            raise OptionError(found if owner else unknown)
-        if not isinstance(entries, dict):
-            kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
-            raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
+        is_section = name in PostTrainConfig.model_fields
+        owner = next((section for section, option, _ in OPTIONS if option == name.replace("-", "_")), None)
+        kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
+        rules += [
+            (owner and not is_section, f"{where}: {name} is outside its section: write it below [{owner}]"),
+            (not is_section, f"{where} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}"),
+            (not isinstance(entries, dict), f"{where}: {name} is {kind}: write [{name}] and below it option = value"),
+        ]
+    check_rules(rules)
     return values
 
 

@@ -27,7 +27,6 @@ from penstock.engines.weights.hf_headers import block_size, check_first_values, 
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, debug_rules, gpu_flow
 from penstock.flows.gpu_plan import (
-    check_gpu_count,
     check_gpu_sizes,
     check_layout,
     check_memory,
@@ -93,12 +92,6 @@ def preflight(config: Plan, *, own_lease: str | None = None) -> None:
     """Check a plan. Raises InputError, or StoreError if the store cannot be read or written. `own_lease`: of the run's
     driver, if this process holds it."""
     flow = config.flow
-    if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
-        flag = "--load" if config.convert.load else "--ref-load"
-        raise OptionError(
-            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
-            f"omit {flag}, or --debug-rollout-only"
-        )
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config, shape)
     check_layout(shape, config.train)
@@ -145,13 +138,22 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
 def check_run_record(config: Plan, own_lease: str | None) -> None:
     """Check that this plan may start a new run, or continue the existing run of its name."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
-    bound = config.run.min_effective_sample_size
+    flag, bound = "--load" if config.convert.load else "--ref-load", config.run.min_effective_sample_size
+    has_other_start = config.flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint
     is_default = bound == RunConfig.model_fields["min_effective_sample_size"].default
-    if not (is_default or (config.parent and config.parent.num_reused)):
-        raise OptionError(
+    rules: list[tuple[object, str]] = [
+        (
+            config.run.debug_rollout_only and has_other_start,
+            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
+            f"omit {flag}, or --debug-rollout-only",
+        ),
+        (
+            not (is_default or (config.parent and config.parent.num_reused)),
             f"--min-effective-sample-size {bound:g} has no effect in a run that is not a fork with --reuse-rollouts: "
-            "omit it"
-        )
+            "omit it",
+        ),
+    ]
+    check_rules(rules)
     try:
         check_run_may_start(store, config, own_lease=own_lease)
         if config.flow.has_rollouts:
@@ -180,7 +182,8 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
     check_secrets(config)
     run, rollout, evals = config.run, config.rollout, config.eval
-    check_rules(chain(run_rules(flow, config), evaluation_rules(config), debug_rules(flow, config)))
+    of_save_hf = save_hf_rules(run) if flow.trains else ()
+    check_rules(chain(run_rules(flow, config), evaluation_rules(config), of_save_hf, debug_rules(flow, config)))
     if evals.promote_to is not None:
         model_prefix(evals.promote_to)  # raises RunError if the name is invalid
     check_trackers(run)
@@ -204,8 +207,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         ),
     ]
     check_rules(engine_rules, EngineError)
-    if flow.trains:
-        check_save_hf(config)
     check_addresses(config)
     config.train.megatron.check()
     if flow.generates and not run.debug_train_only:
@@ -271,6 +272,10 @@ def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str
         "--disable-rewards-normalization",
     )
     yield (
+        flow is Flow.EVALUATE and config.convert.load,
+        f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load",
+    )
+    yield (
         flow is Flow.EVALUATE and not config.eval.data_sets,
         "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config",
     )
@@ -304,9 +309,9 @@ def evaluation_rules(config: PostTrainConfig) -> Iterator[tuple[object, str]]:
     )
 
 
-def check_save_hf(config: PostTrainConfig) -> None:
-    """Check that the local directories of --save-hf are empty, or have exports of this run."""
-    run = config.run
+def save_hf_rules(run: RunConfig) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each local directory of --save-hf that exists and is not empty: it must
+    have an export of this run."""
     if run.save_hf is None or "://" in run.save_hf:
         return
     parts = os.path.abspath(run.save_hf).split("{rollout_id}")
@@ -315,10 +320,10 @@ def check_save_hf(config: PostTrainConfig) -> None:
         if not number.fullmatch(str(path)) or (path.is_dir() and not any(path.iterdir())):
             continue
         record = read_record(*open_parent_store(str(path)))
-        if record is None or record.run != run.run:
-            raise OptionError(
-                f"--save-hf: {path} exists and is not from run {run.run!r}: remove it, or give another path"
-            )
+        yield (
+            record is None or record.run != run.run,
+            f"--save-hf: {path} exists and is not from run {run.run!r}: remove it, or give another path",
+        )
 
 
 def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -326,15 +331,12 @@ def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
 
     The GPUs of other machines of a Ray cluster are assumed to be like those of this machine.
     """
-    check_gpu_sizes(flow, config, shape)
+    gpus = visible_gpu_bytes()
+    check_gpu_sizes(flow, config, shape, len(gpus) if config.run.ray_address is None else 0)
     if flow.generates:
         engine_backend(config.rollout.engine).check_sharding(engine_options(config), shape)
-    gpus = visible_gpu_bytes()
-    if not gpus:
-        return
-    if config.run.ray_address is None:
-        check_gpu_count(flow, config, len(gpus))
-    check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
+    if gpus:
+        check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
 def find_length_error(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> OptionError | None:

@@ -293,10 +293,7 @@ def _validated_config(values: RecordedConfig) -> PostTrainConfig:
 def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
     """Return the options that a resumed run may change (number of rounds, save and evaluation intervals, paths) with
     their last recorded values: `section.name` -> value."""
-    record = read_run_record(store, keys)
-    if record is None:
-        raise unknown_run_error(store, keys.run)
-    return options_by_mutability(latest_config(store, keys, record)[0], "schedule")
+    return options_by_mutability(latest_config(store, keys, read_existing_record(store, keys))[0], "schedule")
 
 
 def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostTrainConfig, PostTrainConfig]:
