@@ -306,10 +306,10 @@ def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
         missed = f"; not killed: {', '.join(kills)}" if kills else ""
         console.print(f"the demo ended with exit code {code}{missed}")
         return code or 1
-    return check_and_replay(store, keys, console)
+    return audit_and_replay(store, keys, console)
 
 
-def check_and_replay(store: str, keys: RunKeys, console: Console) -> int:
+def audit_and_replay(store: str, keys: RunKeys, console: Console) -> int:
     """Check all commits of a run and replay its rounds. Return 0 if nothing is wrong and all rounds are equal bit for
     bit, else 1."""
     result = audit_run(Store(store, probe=False), keys)
