@@ -6,7 +6,7 @@ stages/eval/ computes differences and intervals; this file parses the request an
 from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
-from penstock.flows.runtime.runs import open_named_store, unknown_run_error
+from penstock.flows.runtime.runs import open_named_store, read_existing_record
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys, commit_key
@@ -60,8 +60,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     newest evaluated version of the run. Raises RunError if no evaluation is finished."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
-    if store.read(keys.record) is None:
-        raise unknown_run_error(store, run)
+    read_existing_record(store, keys)  # raises RunError if there is none
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
     existing = ", ".join(map(str, versions))
     rules = (
