@@ -98,14 +98,9 @@ class PostTrainConfig(StageConfig):
         return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
 
     @property
-    def speculates(self) -> bool:
-        """Return whether the engines use speculative decoding."""
-        return self.engine_facts.speculates
-
-    @property
     def drafts_with_mtp_layers(self) -> bool:
         """Return whether the engines draft with the MTP layers of --hf-checkpoint, which exports then keep."""
-        return self.speculates and self.engine_facts.draft_model is None
+        return self.engine_facts.speculates and self.engine_facts.draft_model is None
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from penstock.flows.config import OPTIONS, derive, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
-from penstock.flows.runtime.runs import latest_schedule_options, open_named_store, read_existing_record
+from penstock.flows.runtime.runs import num_planned_rounds, open_named_store, read_existing_record
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.config import entries_of
@@ -79,7 +79,7 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
     record = read_existing_record(store, keys)
     known = ReportInput(
         record=record,
-        num_planned_rounds=latest_schedule_options(store, keys)["run.num_rollout"],
+        num_planned_rounds=num_planned_rounds(store, keys),
         options=option_rows(record.config),
         changes=read_schedule_changes(store, keys),
         compare=compare_evaluations,

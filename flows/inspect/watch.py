@@ -22,7 +22,7 @@ from penstock.flows.options.argv import parse_integer, penstock_command, split_a
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.flows.runtime.runs import (
-    latest_schedule_options,
+    num_planned_rounds,
     open_named_store,
     open_store,
     read_existing_record,
@@ -211,11 +211,6 @@ def row_of_list(store: Store, number: int, run: str) -> dict[str, Any] | None:
         return row | {"state": cells[1]}
     except (PenstockError, OSError):
         return row | {"state": "damaged"}
-
-
-def num_planned_rounds(store: Store, keys: RunKeys) -> int:
-    """Return how many rounds a run shall train, by its newest recorded options."""
-    return int(latest_schedule_options(store, keys)["run.num_rollout"])
 
 
 # ---- in a terminal ---------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str
         "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type",
     )
     yield (
-        run.check_weight_update_equal and config.speculates,
+        run.check_weight_update_equal and config.engine_facts.speculates,
         f"--check-weight-update-equal cannot be combined with {engine_backend(rollout.engine).speculation_flag}, "
         "because it overwrites the draft layers too, which weight updates do not replace: omit "
         "--check-weight-update-equal",
