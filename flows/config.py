@@ -379,14 +379,17 @@ def with_sft_loss(values: Any) -> Any:
 def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> None:
     """Check that every reference to a secret can be resolved and, unless `allow_literal`, that no secret is a literal
     value, which another process could not resolve."""
-    for section, name in SECRETS:
-        value = option_value(config, section, name)
-        if not allow_literal and contains_hidden_secret(value):
-            raise OptionError(
-                f"{flag_of_field(name)} contains a secret, which would be readable on the Prefect server: "
-                "give env:NAME or secret-file:PATH instead"
-            )
-        resolve_secrets(value)
+    values = {flag_of_field(name): option_value(config, section, name) for section, name in SECRETS}
+    rules = (
+        (
+            not allow_literal and contains_hidden_secret(value),
+            f"{flag} contains a secret, which would be readable on the Prefect server: give env:NAME or "
+            "secret-file:PATH instead",
+        )
+        for flag, value in values.items()
+    )
+    check_rules(rules)
+    resolve_secrets(values)
 
 
 def recipe_names() -> list[str]:

@@ -51,7 +51,9 @@ _BATCH = 1024  # rows fetched at once
 def main(argv: list[str]) -> int:
     """Run `penstock query`. Return 0."""
     positional, own, rest = split_args(argv, {"--file": True, "--format": True, "--limit": True})
-    runs, store_argv = split_runs(rest)
+    given = split_flags(rest)
+    runs = [run for name, values in given if name == "--run" for run in values]
+    store_argv = [word for name, values in given if name != "--run" for word in (name, *values)]
     output_format = own.get("--format", "table")
     rules = (
         (output_format not in _FORMATS, f"--format takes {', '.join(_FORMATS)}; found {short_repr(output_format)}"),
@@ -59,6 +61,7 @@ def main(argv: list[str]) -> int:
             len(positional) + ("--file" in own) > 1,
             "penstock query takes one SQL text, in quotes, or --file; found several: pass one of them",
         ),
+        (("--run", []) in given, "--run needs a value: the name of a run; `penstock runs` lists them"),
     )
     check_rules(rules)
     limit = parse_integer("--limit", own["--limit"]) if "--limit" in own else None
@@ -89,15 +92,6 @@ def main(argv: list[str]) -> int:
     if limit is not None and next(rows, None) is not None:
         print(f"only the first {limit} rows are printed; print more with --limit N", file=sys.stderr)
     return 0
-
-
-def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of --run, which may be repeated, and all other arguments."""
-    flags = split_flags(argv)
-    problem = "--run needs a value: the name of a run; `penstock runs` lists them"
-    check_rules((name == "--run" and not values, problem) for name, values in flags)
-    runs = [run for name, values in flags if name == "--run" for run in values]
-    return runs, [word for name, values in flags if name != "--run" for word in (name, *values)]
 
 
 def read_sql(positional: Sequence[str], file: str | None) -> str | None:
