@@ -290,9 +290,9 @@ def _validated_config(values: RecordedConfig) -> PostTrainConfig:
         ) from error
 
 
-def num_planned_rounds(store: Store, keys: RunKeys) -> int:
+def num_planned_rounds(store: Store, keys: RunKeys, record: RunRecord) -> int:
     """Return how many rounds a run shall train, by its last recorded options."""
-    return latest_config(store, keys, read_existing_record(store, keys))[0].run.num_rollout
+    return latest_config(store, keys, record)[0].run.num_rollout
 
 
 def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostTrainConfig, PostTrainConfig]:
