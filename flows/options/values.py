@@ -10,7 +10,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -40,7 +40,8 @@ def check_value(name: str, value: Any, field: FieldInfo) -> None:
         problem = f"needs a value; found {value!r}"
     elif isinstance(value, list) and takes_text and Any not in kinds and "" in value:
         problem = "has an empty value: give a value, or leave the option out"
-    check_rules([(problem, f"{name} {problem}"), *((True, nested) for nested in nested_problems(name, value))])
+    problems: Iterable[str] = [f"{name} {problem}"] if problem else nested_problems(name, value)
+    check_rules((True, message) for message in problems)
 
 
 def leaf_types(annotation: Any) -> set[Any]:
