@@ -138,22 +138,13 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
 def check_run_record(config: Plan, own_lease: str | None) -> None:
     """Check that this plan may start a new run, or continue the existing run of its name."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
-    flag, bound = "--load" if config.convert.load else "--ref-load", config.run.min_effective_sample_size
-    has_other_start = config.flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint
+    bound = config.run.min_effective_sample_size
     is_default = bound == RunConfig.model_fields["min_effective_sample_size"].default
-    rules: list[tuple[object, str]] = [
-        (
-            config.run.debug_rollout_only and has_other_start,
-            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
-            f"omit {flag}, or --debug-rollout-only",
-        ),
-        (
-            not (is_default or (config.parent and config.parent.num_reused)),
+    if not (is_default or (config.parent and config.parent.num_reused)):
+        raise OptionError(
             f"--min-effective-sample-size {bound:g} has no effect in a run that is not a fork with --reuse-rollouts: "
-            "omit it",
-        ),
-    ]
-    check_rules(rules)
+            "omit it"
+        )
     try:
         check_run_may_start(store, config, own_lease=own_lease)
         if config.flow.has_rollouts:
@@ -270,10 +261,6 @@ def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str
         f"--n-samples-per-prompt 1 with --advantage-estimator {train.advantage_estimator}: the advantage is "
         "relative to the other samples of the prompt, so every gradient would be zero; give 2 or more, or "
         "--disable-rewards-normalization",
-    )
-    yield (
-        flow is Flow.EVALUATE and config.convert.load,
-        f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load",
     )
     yield (
         flow is Flow.EVALUATE and not config.eval.data_sets,

@@ -68,6 +68,20 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     if before:
         config = _with_recorded_decisions(config, before)
     config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
+    flag = "--load" if config.convert.load else "--ref-load"
+    has_other_start = flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint
+    rules = (
+        (
+            flow is Flow.EVALUATE and load,
+            f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load",
+        ),
+        (
+            config.run.debug_rollout_only and has_other_start,
+            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
+            f"omit {flag}, or --debug-rollout-only",
+        ),
+    )
+    check_rules(rules)
     notes: tuple[str, ...] = ()
     if load and not config.convert.load and not names_own_run(config, load):
         notes = (f"--load {load} has no checkpoint: the run starts from {config.start_weights}",)

@@ -247,6 +247,11 @@ class RunTracking:
             delivery.thread.start()
         return self
 
+    @property
+    def problem(self) -> str | None:
+        """Return why the last delivery to a tracker failed, or None if all succeeded."""
+        return next((delivery.problem for delivery in self.deliveries if delivery.problem), None)
+
     def record_commit(self, key: str, commit: Commit) -> bool:
         """Append a commit to the outbox. Return False if the outbox contains `key`, that of the commit's record."""
         return self._append(key, "commit", commit=commit.model_dump(mode="json"))

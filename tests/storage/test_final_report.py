@@ -68,7 +68,7 @@ def test_report_reaches_mlflow_and_track_restores_it(store: Store, database: Pat
     assert content is not None
     tracker = RunTracking(run, tracking_directory(store, "r"), [f"sqlite:///{database}"]).start()
     assert tracker.record_report(KEYS.report, content) and not tracker.record_report(KEYS.report, content)
-    assert (tracker.close(timeout=60), tracker.deliveries[0].problem) == (0, None)
+    assert (tracker.close(timeout=60), tracker.problem) == (0, None)
     assert report_in_mlflow(database, run) == content.decode()
 
     fresh = tmp_path / "fresh" / "mlflow.db"
@@ -80,5 +80,5 @@ def test_report_that_was_deleted_before_its_delivery_is_skipped(store: Store, da
     run = tracked_run(store, KEYS, read_existing_record(store, KEYS))
     tracker = RunTracking(run, tmp_path / "out", [f"sqlite:///{database}"]).start()
     tracker.record_report(f"{KEYS.prefix}/deleted.html", b"deleted")
-    assert (tracker.close(timeout=60), tracker.deliveries[0].problem) == (0, None)
+    assert (tracker.close(timeout=60), tracker.problem) == (0, None)
     assert report_in_mlflow(database, run) is None

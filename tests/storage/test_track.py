@@ -121,7 +121,7 @@ def deliver(store: Store, run: TrackedRun, uris: list[str]) -> None:
     tracker.record_missing_commits(store, RunKeys("r"))
     for costs in read_cost_metrics(store, RunKeys("r"), None):
         tracker.enqueue_metrics(costs.key, costs.metrics, costs.step, costs.at)
-    assert (tracker.close("FAILED", timeout=60), tracker.deliveries[0].problem) == (0, None)
+    assert (tracker.close("FAILED", timeout=60), tracker.problem) == (0, None)
 
 
 def uris_of(database: Path, directory: Path) -> list[str]:

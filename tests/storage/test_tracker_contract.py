@@ -181,7 +181,6 @@ def test_a_failing_tracker_keeps_the_records_for_the_next_start(
         tracking = RunTracking(RUN, tmp_path / "out", [uri], CONFIG).start()
         tracking.record_commit(*commits()[1])
         assert tracking.close(timeout=5) == 3
-        problem = tracking.deliveries[0].problem
-        assert problem is not None and "pa55word" not in problem
+        assert tracking.problem is not None and "pa55word" not in tracking.problem
     track(tmp_path / "out", uri, [(key, commit) for key, commit in commits() if KEYS.prefix in key])
     assert ("rollout/raw_reward", 0, 0.0) in content()["points"]
