@@ -150,17 +150,17 @@ def plan_search(run: str, own: dict[str, str], rest: list[str]) -> Search:
     if not flow.has_rollouts:
         raise RunError(f"run {run!r} is one of `{flow}`, but bisect needs a run of `penstock train`: give another run")
     config = update_config_from_argv(recorded, rest)
-    if flag := changed_flag(recorded, config, "identity", "schedule"):
-        raise OptionError(
-            f"{flag} cannot change in a search, which restores and evaluates the run as it was: leave it out"
-        )
-    data_set, metric = find_data_set(config, own["--metric"]), own["--metric"]
+    flag = changed_flag(recorded, config, "identity", "schedule")
     try:
         bound = float(own["--below"])
     except ValueError:
         bound = math.nan
-    if not math.isfinite(bound):
-        raise OptionError(f"--below takes a number; found {short_repr(own['--below'])}")
+    rules = (
+        (flag, f"{flag} cannot change in a search, which restores and evaluates the run as it was: leave it out"),
+        (not math.isfinite(bound), f"--below takes a number; found {short_repr(own['--below'])}"),
+    )
+    check_rules(rules)
+    data_set, metric = find_data_set(config, own["--metric"]), own["--metric"]
     # A fork that reuses rollouts runs without engines, and debug options name files of other starts.
     config = with_options(config, "run", {"debug_train_only": False, "debug_rollout_only": False})
     plan = plan_of(flow, config.model_copy(update={"debug": DebugConfig()}))
@@ -258,10 +258,8 @@ def driving(search: Search) -> Iterator[tuple[Processes, Callable[[int], Commit]
         with stop_signals.session(stop, plan.run.grace_period):
             try:
                 yield processes, evaluate
-            except NoFallError:
-                raise
             except BaseException as error:
-                failure = error
+                failure = None if isinstance(error, NoFallError) else error
                 raise
             finally:
                 stop_signals.begin_cleanup()

@@ -98,14 +98,9 @@ class PostTrainConfig(StageConfig):
         return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
 
     @property
-    def speculates(self) -> bool:
-        """Return whether the engines use speculative decoding."""
-        return self.engine_facts.speculates
-
-    @property
     def drafts_with_mtp_layers(self) -> bool:
         """Return whether the engines draft with the MTP layers of --hf-checkpoint, which exports then keep."""
-        return self.speculates and self.engine_facts.draft_model is None
+        return self.engine_facts.speculates and self.engine_facts.draft_model is None
 
     @model_validator(mode="before")
     @classmethod
@@ -339,13 +334,16 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
         batch = samples // (steps or 1)
     if steps is None:
         steps = samples // batch if batch else 0
-    if batch * steps != samples:
-        raise OptionError(
+    rules = (
+        (
+            batch * steps != samples,
             f"--rollout-batch-size {rollout.rollout_batch_size} x --n-samples-per-prompt "
             f"{rollout.n_samples_per_prompt} = {samples} samples, but --global-batch-size {batch} x "
-            f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal"
-        )
-    check_rules([train.batch_rule(batch)])
+            f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal",
+        ),
+        train.batch_rule(batch),
+    )
+    check_rules(rules)
     changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
     if run.num_rollout or not run.num_epoch:  # otherwise --num-epoch still has to be converted to a number of rounds
         changes |= train.lr_schedule(run.num_rollout * steps * train.ppo_epochs)
@@ -381,14 +379,17 @@ def with_sft_loss(values: Any) -> Any:
 def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> None:
     """Check that every reference to a secret can be resolved and, unless `allow_literal`, that no secret is a literal
     value, which another process could not resolve."""
-    for section, name in SECRETS:
-        value = option_value(config, section, name)
-        if not allow_literal and contains_hidden_secret(value):
-            raise OptionError(
-                f"{flag_of_field(name)} contains a secret, which would be readable on the Prefect server: "
-                "give env:NAME or secret-file:PATH instead"
-            )
-        resolve_secrets(value)
+    values = {flag_of_field(name): option_value(config, section, name) for section, name in SECRETS}
+    rules = (
+        (
+            not allow_literal and contains_hidden_secret(value),
+            f"{flag} contains a secret, which would be readable on the Prefect server: give env:NAME or "
+            "secret-file:PATH instead",
+        )
+        for flag, value in values.items()
+    )
+    check_rules(rules)
+    resolve_secrets(values)
 
 
 def recipe_names() -> list[str]:
@@ -407,19 +408,20 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
         raise OptionError(f"config file {path} is not valid TOML ({reason}): correct it") from None
-    if not values:
-        raise OptionError(
-            f"config file {path} is empty: write [section] and below it option = value, or leave out --config"
-        )
+    where = f"config file {path}"
+    rules: list[tuple[object, str]] = [
+        (not values, f"{where} is empty: write [section] and below it option = value, or leave out --config")
+    ]
     for name, entries in values.items():
-        if name not in PostTrainConfig.model_fields:
-            owner = next((section for section, option, _ in OPTIONS if option == name.replace("-", "_")), None)
-            found = f"config file {path}: {name} is outside its section: write it below [{owner}]"
-            unknown = f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}"
-            raise OptionError(found if owner else unknown)
-        if not isinstance(entries, dict):
-            kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
-            raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
+        is_section = name in PostTrainConfig.model_fields
+        owner = next((section for section, option, _ in OPTIONS if option == name.replace("-", "_")), None)
+        kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
+        rules += [
+            (owner and not is_section, f"{where}: {name} is outside its section: write it below [{owner}]"),
+            (not is_section, f"{where} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}"),
+            (not isinstance(entries, dict), f"{where}: {name} is {kind}: write [{name}] and below it option = value"),
+        ]
+    check_rules(rules)
     return values
 
 

@@ -99,16 +99,12 @@ def microbatch_tokens(config: PostTrainConfig) -> int:
     return -(-(train.micro_batch_size or 1) * longest // train.context_parallel_size)
 
 
-def check_gpu_sizes(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that --network-interface is used with a Ray cluster, that the trainer's ranks and tensor-parallel groups
-    fit the GPUs of a node, and that --rollout-num-gpus-per-engine divides the GPUs of the engines, the GPUs of a node
-    and the attention heads of the model. Raises InputError."""
+def check_gpu_sizes(flow: Flow, config: PostTrainConfig, shape: ModelShape, num_gpus: int = 0) -> None:
+    """Check that the trainer's ranks and tensor-parallel groups fit the GPUs of a node, and that
+    --rollout-num-gpus-per-engine divides the GPUs of the engines, the GPUs of a node and the attention heads of the
+    model. If the run gets only the `num_gpus` GPUs of this machine, also check that they are enough. Raises
+    LayoutError."""
     run, train, rollout = config.run, config.train, config.rollout
-    if run.network_interface is not None and run.ray_address is None:
-        raise OptionError(
-            "--network-interface has no effect without --ray-address, because all processes are on this machine: "
-            "omit it, or join a Ray cluster of several nodes"
-        )
     of_node, tensor = gpus_per_node(config), train.tensor_model_parallel_size
     rows: list[tuple[object, str]] = [  # (wrong, message)
         (
@@ -149,6 +145,8 @@ def check_gpu_sizes(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> N
                 f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}",
             ),
         ]
+    if num_gpus:
+        rows.append(gpu_count_rule(flow, config, num_gpus))
     check_rules(rows, LayoutError)
 
 
@@ -173,9 +171,8 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     check_pipeline(shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, megatron)
 
 
-def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
-    """Check that the `num_gpus` GPUs of this machine are enough for the trainer and the engines of a run without
-    --ray-address. Raises LayoutError."""
+def gpu_count_rule(flow: Flow, config: PostTrainConfig, num_gpus: int) -> tuple[object, str]:
+    """Return the rule that the `num_gpus` GPUs of this machine are enough for the trainer and the engines of a run."""
     options = engine_options(config)
     trainer = config.train.num_ranks if flow.trains else 0
     starts_engines = flow.generates and not options.external
@@ -184,12 +181,12 @@ def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
     of_teacher = ""
     if flow.has_rollouts and (teacher := teacher_options(config)):
         needed, of_teacher = needed + teacher.gpus_per_engine, ", --opd-teacher-num-gpus for the teacher"
-    if needed > num_gpus:
-        raise LayoutError(
-            f"this machine has {num_gpus} GPUs, but the run needs {needed} (--actor-num-nodes x "
-            f"--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines{of_teacher}): use fewer "
-            "GPUs, or join a Ray cluster with --ray-address"
-        )
+    return (
+        needed > num_gpus,
+        f"this machine has {num_gpus} GPUs, but the run needs {needed} (--actor-num-nodes x "
+        f"--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines{of_teacher}): use fewer "
+        "GPUs, or join a Ray cluster with --ray-address",
+    )
 
 
 def check_memory(plan: GpuPlan) -> None:

@@ -66,11 +66,10 @@ def main(argv: list[str]) -> int:
 
 def parse_gate(own: dict[str, str]) -> Gate:
     """Return the conditions of the promotion, from the command line."""
-    if "--data-set" not in own:
-        raise OptionError("penstock promote needs --data-set NAME, the data set whose evaluation decides")
     pairs = [pair for pair in own.get("--guard", "").split(",") if pair]
     problem = "--guard takes NAME=X pairs, separated by commas; found"
-    check_rules(("=" not in pair, f"{problem} {short_repr(pair)}") for pair in pairs)
+    rules = [("--data-set" not in own, "penstock promote needs --data-set NAME, the data set whose evaluation decides")]
+    check_rules([*rules, *(("=" not in pair, f"{problem} {short_repr(pair)}") for pair in pairs)])
     split = [pair.partition("=") for pair in pairs]
     guards = {name.strip(): parse_number("--guard", tolerance) for name, _, tolerance in split}
     least = parse_number("--min-reward", own["--min-reward"]) if "--min-reward" in own else None

@@ -33,7 +33,7 @@ from penstock.stages.train.restore import PolicyRestorer, ReplayError, ReplayRes
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
-from penstock.storage.errors import InputError, OptionError, RunError, StoreError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError, check_rules
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.store import Store
 
@@ -145,20 +145,20 @@ def check_replay(
     for name in ("ray_address", "network_interface", "num_gpus_per_node", "node_timeout"):
         values["run"][name] = getattr(where, name)
     config = validate_config(values)
-    if flag := changed_flag(recorded, config, "identity"):
-        raise OptionError(
-            f"{flag} changes the result, but a replay uses the recorded options: leave it out, or fork the run"
-        )
-    config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    last = trained if last is None else last
-    begin = newest_checkpoint(store, keys, first)
-    if not 0 <= first < last <= trained:
-        raise OptionError(
+    last, flag = trained if last is None else last, changed_flag(recorded, config, "identity")
+    rules = (
+        (flag, f"{flag} changes the result, but a replay uses the recorded options: leave it out, or fork the run"),
+        (
+            not 0 <= first < last <= trained,
             f"run {run!r} has trained {trained} rounds and cannot be replayed from version {first} to {last}: give "
-            f"--from and --to with 0 <= from < to <= {trained}"
-        )
+            f"--from and --to with 0 <= from < to <= {trained}",
+        ),
+    )
+    check_rules(rules)
+    config.train.megatron.check()
+    begin = newest_checkpoint(store, keys, first)
     check_same_options(store, keys, config, begin, last)
     _, shape = read_initial_weights(store, keys)
     check_layout(shape, config.train)

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from penstock.flows.policy_schedule import PolicyLimits
 from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.config import StageConfig, option
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 from penstock.storage.tracking.trackers import TrackerOptions
 
 
@@ -159,12 +159,13 @@ class RunOptions(StageConfig):
         given_store = values.get("store")
         if isinstance(given_store, str) and "://" not in given_store:
             given_store = os.path.abspath(given_store)
-        for name, given, part in (("store", given_store, store or "/"), ("run", values.get("run"), run)):
-            if given not in (None, "", part):
-                raise OptionError(
-                    f"--save {values['save']} means --{name} {part}, which contradicts --{name} {given}: omit one "
-                    "of them"
-                )
+        check_rules(
+            (
+                given not in (None, "", part),
+                f"--save {values['save']} means --{name} {part}, which contradicts --{name} {given}: omit one of them",
+            )
+            for name, given, part in (("store", given_store, store or "/"), ("run", values.get("run"), run))
+        )
         return {**values, "save": None, "store": store or "/", "run": run}
 
     def rules(self) -> Iterator[tuple[object, str]]:
@@ -174,6 +175,11 @@ class RunOptions(StageConfig):
             path is not None and ("{rollout_id}" not in path or set("{}") & set(path.replace("{rollout_id}", ""))),
             f"--save-hf {path} gives several checkpoints one path, or has other braces: write {{rollout_id}} where "
             "the number of the rollout belongs, as in /models/hf_{rollout_id}",
+        )
+        yield (
+            self.network_interface is not None and self.ray_address is None,
+            "--network-interface has no effect without --ray-address, because all processes are on this machine: "
+            "omit it, or join a Ray cluster of several nodes",
         )
 
     def hf_path(self, version: int) -> str:

@@ -126,15 +126,12 @@ class Session:
         with self.display.stage(name, rollout_id):
             try:
                 yield
-            except (Preempted, KeyboardInterrupt):
-                self.display.note(f"{name} cancelled on request; it will rerun on resume")
-                raise
             except BaseException as error:
-                first_line = str(error).partition("\n")[0][:300]
-                self.display.note(
-                    f"{name} failed ({type(error).__name__}: {first_line}); "
-                    "its inputs will be restored from the store before retrying"
-                )
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+                outcome = f"failed ({reason}); its inputs will be restored from the store before retrying"
+                if isinstance(error, Preempted | KeyboardInterrupt):
+                    outcome = "cancelled on request; it will rerun on resume"
+                self.display.note(f"{name} {outcome}")
                 raise
 
     def set_stage_message(self, text: str, name: str = "") -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
@@ -154,21 +155,24 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
 
 def execute(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str], duckdb.DuckDBPyConnection]:
     """Execute SQL statements. Return the column names of the last one's result, and the cursor to fetch its rows."""
-    import duckdb
-
-    try:
+    with translate_sql_errors():
         cursor = connection.execute(sql)
-    except duckdb.Error as error:
-        raise sql_error(error) from error
     if cursor is None or cursor.description is None:
         raise OptionError("the SQL contains no statement: write one, for example 'select * from runs'")
     return [column[0] for column in cursor.description], cursor
 
 
-def sql_error(error: Exception) -> OptionError:
-    """Return an OptionError with the message and the hints of DuckDB's error, without the quoted SQL line."""
-    message = str(error).partition("\n\nLINE ")[0]
-    return OptionError(f"the query failed: {message}")
+@contextmanager
+def translate_sql_errors() -> Iterator[None]:
+    """Turn an error of DuckDB inside the block into an OptionError with its message and hints, without the quoted SQL
+    line."""
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        message = str(error).partition("\n\nLINE ")[0]
+        raise OptionError(f"the query failed: {message}") from error
 
 
 def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[str, str]]]:

@@ -82,13 +82,13 @@ FLAGS = {
 def main(argv: list[str]) -> int:
     """Run `penstock demo`. Return the exit code."""
     positional, own, rest = split_args(argv, FLAGS)
-    if unknown := positional + rest:
-        raise OptionError(f"penstock demo does not take {short_repr(unknown[0])}: see penstock demo --help")
+    unknown = positional + rest
     seed = parse_integer("--seed", own.get("--seed", "0"))
     num_rollout = parse_integer("--num-rollout", own["--num-rollout"]) if "--num-rollout" in own else None
     kill, model = "--kill" in own, Path(own["--model-only"]) if "--model-only" in own else None
     check_rules(
         (
+            (unknown, f"penstock demo does not take {short_repr(''.join(unknown[:1]))}: see penstock demo --help"),
             (seed >= MAX_SEED, f"--seed takes an integer below {MAX_SEED}; found {seed}"),
             (model is not None and model.exists(), f"{model} exists: give --model-only a new directory"),
             (
@@ -306,10 +306,10 @@ def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
         missed = f"; not killed: {', '.join(kills)}" if kills else ""
         console.print(f"the demo ended with exit code {code}{missed}")
         return code or 1
-    return check_and_replay(store, keys, console)
+    return audit_and_replay(store, keys, console)
 
 
-def check_and_replay(store: str, keys: RunKeys, console: Console) -> int:
+def audit_and_replay(store: str, keys: RunKeys, console: Console) -> int:
     """Check all commits of a run and replay its rounds. Return 0 if nothing is wrong and all rounds are equal bit for
     bit, else 1."""
     result = audit_run(Store(store, probe=False), keys)

@@ -113,8 +113,8 @@ def parse_targets(argv: list[str]) -> Targets:
     return Targets(store, own.get("--ray-address"), own.get("--mlflow-tracking-uri"))
 
 
-def check_packages() -> list[Finding]:
-    """Check that the Python version and the versions of the packages that Penstock needs are supported."""
+def package_findings() -> list[Finding]:
+    """Return whether the Python version and the versions of the packages that Penstock needs are supported."""
     # package -> required prefix of its version ("": any version)
     prefixes = {"megatron-core": "0.16.1", "prefect": "3.", "mlflow": "3.", **engine_backend().packages}
     prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"), "")
@@ -132,16 +132,16 @@ def check_packages() -> list[Finding]:
     return findings
 
 
-def check_engine() -> list[Finding]:
-    """Check that the server of the default engine starts, in another process and in the same way as in a run."""
+def engine_findings() -> list[Finding]:
+    """Return whether the server of the default engine starts, in another process and in the same way as in a run."""
     backend = engine_backend()
     command, advice = backend.start_check()
     finding = run_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")
     return [replace(finding, found="its server starts") if finding.ok else finding]
 
 
-def check_store() -> list[Finding]:
-    """Check that the default store, ./penstock-store, can be written."""
+def store_findings() -> list[Finding]:
+    """Return whether the default store, ./penstock-store, can be written."""
     directory = Path("penstock-store")
     existed = directory.exists()
     try:
@@ -153,9 +153,9 @@ def check_store() -> list[Finding]:
     return [Finding("store ./penstock-store", True, f"{store.uri} is writable")]
 
 
-def check_ports() -> list[Finding]:
-    """Check the ports of this user's runs and services. Return one finding for each command that has ports, and a
-    failed one for each port that other machines can reach without authentication."""
+def port_findings() -> list[Finding]:
+    """Return one finding for each command of this user that has ports, and a failed one for each port that other
+    machines can reach without authentication."""
     advice = "anyone who can reach this machine can reach this port: close it with a firewall, or end the process"
     ports = listening_ports()
     findings = []
@@ -190,15 +190,15 @@ _MEGATRON = (  # imported in the same way as in a trainer
     "import torch; print('trains on', 'CUDA' if torch.cuda.is_available() else 'CPU (gloo)')"
 )
 CHECKS: list[Callable[[], list[Finding]]] = [
-    check_packages,
+    package_findings,
     lambda: [run_script("torch works", "-c", _TORCH, advice=SETUP)],
     lambda: [run_script("Megatron-core works", "-c", _MEGATRON, advice=SETUP)],
-    check_engine,
+    engine_findings,
     lambda: [
         Finding(what, free >= needed, f"{free:.1f} GiB", advice) for what, free, needed, advice in demo_resources()
     ],
-    check_store,
-    check_ports,
+    store_findings,
+    port_findings,
 ]
 
 

@@ -6,10 +6,10 @@ stages/eval/ computes differences and intervals; this file parses the request an
 from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
-from penstock.flows.runtime.runs import open_named_store, unknown_run_error
+from penstock.flows.runtime.runs import open_named_store, read_existing_record
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
-from penstock.storage.commit import Commit, RunKeys, commit_key
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import DataError, OptionError, RunError, check_rules
 from penstock.storage.store import Store
 
@@ -60,8 +60,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     newest evaluated version of the run. Raises RunError if no evaluation is finished."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
-    if store.read(keys.record) is None:
-        raise unknown_run_error(store, run)
+    read_existing_record(store, keys)  # raises RunError if there is none
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
     existing = ", ".join(map(str, versions))
     rules = (
@@ -73,8 +72,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     )
     check_rules(rules, RunError)
     chosen = int(version) if slash else max(versions)
-    directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
-    names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
+    names = store.committed_names(f"{keys.prefix}/evals/{chosen:06d}")
     evaluations = {name: commit for name in names if (commit := store.committed(keys.eval_prefix(chosen, name)))}
     if not evaluations:
         raise RunError(

@@ -11,7 +11,7 @@ from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, format_bytes, parse_integer, short_repr, split_args
 from penstock.flows.runtime.runs import keys_of_existing_run, open_named_store, open_store, read_flow_and_config
 from penstock.storage.commit import Commit
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, check_rules
 
 USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft] [--store URI ...]
 penstock export RUN --round R --output FILE.parquet [--store URI ...]
@@ -37,15 +37,19 @@ penstock export RUN --round R --output FILE.parquet [--store URI ...]
 def main(argv: list[str]) -> int:
     """Run `penstock export`. Return the exit code of the conversion."""
     positional, own, rest = split_args(argv, {"--format": True, "--output": True, "--round": True})
-    reference, form, problem = "".join(positional[:1]), own.get("--format", "hf"), ""
-    if len(positional) != 1 or "--output" not in own:
-        problem = "penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR"
-    elif {"--format", "--round"} <= own.keys():
-        problem = "--format and --round cannot be combined: give one of them"
-    elif form not in ("hf", "megatron", "peft"):
-        problem = f"--format takes hf, megatron or peft; found {short_repr(form)}"
-    if problem:
-        raise OptionError(problem)
+    reference, form = "".join(positional[:1]), own.get("--format", "hf")
+    rules = (
+        (
+            len(positional) != 1 or "--output" not in own,
+            "penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR",
+        ),
+        ({"--format", "--round"} <= own.keys(), "--format and --round cannot be combined: give one of them"),
+        (
+            form not in ("hf", "megatron", "peft"),
+            f"--format takes hf, megatron or peft; found {short_repr(form)}",
+        ),
+    )
+    check_rules(rules)
     if "--round" in own:
         return export_round(check_run_name(reference), own, rest)
     if form == "peft":

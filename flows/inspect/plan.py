@@ -29,7 +29,7 @@ from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import entries_of
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 
 if TYPE_CHECKING:
     from penstock.engines.megatron.memory_plan import TrainerMemory
@@ -44,23 +44,23 @@ Row = tuple[str, str, str]
 def main(argv: list[str]) -> int:
     """Run `penstock doctor --plan`. Return 0 if the run fits the memory of the GPUs, 1 if not."""
     positional, own, rest = split_args(argv, FLAGS)
-    if positional:
-        raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
     values = parse_values(rest)
     distribute_gpus(values, own)
     config = validate_config(values)
-    flow = Flow.SFT if config.train.loss_type == "sft_loss" else Flow.TRAIN
-    config = resolve(flow, config, open_store(config.run, probe=False), counts_rows=False)
-    if not config.convert.hf_checkpoint:
-        raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
-    shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-    check_layout(shape, config.train)
-    check_gpu_sizes(flow, config, shape)
     gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
     if "--gpu-memory-gib" in own:
         gpu_bytes = round(parse_number("--gpu-memory-gib", own["--gpu-memory-gib"]) * GIB)
-        if not gpu_bytes:
-            raise OptionError("--gpu-memory-gib 0 is not the memory of a GPU: give a positive number")
+    rules = (
+        (positional, f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}"),
+        (not config.convert.hf_checkpoint, "--hf-checkpoint is missing: give a directory with the model's config.json"),
+        (not gpu_bytes, "--gpu-memory-gib 0 is not the memory of a GPU: give a positive number"),
+    )
+    check_rules(rules)
+    flow = Flow.SFT if config.train.loss_type == "sft_loss" else Flow.TRAIN
+    config = resolve(flow, config, open_store(config.run, probe=False), counts_rows=False)
+    shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
+    check_layout(shape, config.train)
+    check_gpu_sizes(flow, config, shape)
     plan = plan_gpu_memory(flow, config, shape, gpu_bytes)
     print_plan(plan, config, shape)
     for warning in speed_warnings(flow, config, plan.gpu_bytes):
@@ -82,16 +82,18 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
     if of_teacher:
         teacher = parse_integer("--opd-teacher-num-gpus", str(of_teacher.get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
-    if trainer < 1:
-        beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
-        raise OptionError(f"--num-gpus {total} leaves no GPU for the trainer besides {beside}: raise --num-gpus")
-    own_per_node = flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
+    beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
+    own_per_node = flag_values.get("--num-gpus-per-node", str(max(1, min(GPUS_PER_NODE, trainer))))
     per_node = parse_integer("--num-gpus-per-node", own_per_node, minimum=1)
-    if trainer % per_node:
-        raise OptionError(
+    rules = (
+        (trainer < 1, f"--num-gpus {total} leaves no GPU for the trainer besides {beside}: raise --num-gpus"),
+        (
+            trainer % per_node,
             f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: give a divisor of "
-            f"{trainer}, or change --num-gpus"
-        )
+            f"{trainer}, or change --num-gpus",
+        ),
+    )
+    check_rules(rules)
     values.setdefault("train", {}).update(actor_num_nodes=trainer // per_node, actor_num_gpus_per_node=per_node)
 
 

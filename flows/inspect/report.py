@@ -19,12 +19,12 @@ from pydantic_core import PydanticUndefined
 
 from penstock.flows.config import OPTIONS, derive, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
-from penstock.flows.runtime.runs import latest_schedule_options, open_named_store, unknown_run_error
+from penstock.flows.runtime.runs import num_planned_rounds, open_named_store, read_existing_record
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.config import entries_of
 from penstock.storage.errors import DataError, InputError, StoreError, check_rules
-from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
+from penstock.storage.history.run_record import RunRecord, read_schedule_changes
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
 from penstock.storage.report.page import DEFAULT_MAX_SAMPLES, GENERATOR, build_page, collect_samples
 from penstock.storage.secrets import mask_secrets
@@ -76,12 +76,10 @@ def main(argv: list[str]) -> int:
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
     """Return the HTML of a run's report. Raises RunError if the run does not exist."""
     keys = RunKeys(run)
-    record = read_run_record(store, keys)
-    if record is None:
-        raise unknown_run_error(store, run)
+    record = read_existing_record(store, keys)
     known = ReportInput(
         record=record,
-        num_planned_rounds=latest_schedule_options(store, keys)["run.num_rollout"],
+        num_planned_rounds=num_planned_rounds(store, keys, record),
         options=option_rows(record.config),
         changes=read_schedule_changes(store, keys),
         compare=compare_evaluations,

@@ -18,7 +18,7 @@ from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.flows.runtime.runs import (
     keys_of_existing_run,
-    latest_schedule_options,
+    num_planned_rounds,
     open_named_store,
     open_store,
     read_existing_record,
@@ -100,7 +100,7 @@ def row_of_run(store: Store, keys: RunKeys) -> list[str]:
     return [
         f"{keys.run} (from {parent.run} at {parent.at})" if parent else keys.run,
         record.flow,
-        f"{len(rounds)} of {latest_schedule_options(store, keys)['run.num_rollout']}",
+        f"{len(rounds)} of {num_planned_rounds(store, keys, record)}",
         " -> ".join(f"{reward:.3f}" for reward in rewards if reward is not None) or "-",
         " ".join(str(number) for number in store.committed_indices(f"{keys.prefix}/checkpoints")) or "-",
         " ".join(name.lstrip("0") or "0" for name in store.list(f"{keys.prefix}/evals")) or "-",
@@ -135,7 +135,7 @@ def print_run(store: Store, keys: RunKeys) -> None:
     commits = read_commits(store, keys)
     starts = read_starts(store, keys)
     drivers = describe_live_drivers(store, keys)
-    num_rounds = int(latest_schedule_options(store, keys)["run.num_rollout"])
+    num_rounds = num_planned_rounds(store, keys, record)
     num_done = sum(commit.kind == "step" for commit in commits)
     state = "its starts were not recorded" if commits else "not started"
     if drivers:

@@ -21,8 +21,8 @@ from penstock.flows.options.flags import split_flags
 from penstock.flows.runtime.runs import keys_of_existing_run, open_named_store
 from penstock.flows.terminal.escape import escape_controls, unescaped
 from penstock.storage.disk import read_file
-from penstock.storage.errors import OptionError
-from penstock.storage.sql_views import VIEWS, execute, list_columns, open_connection, sql_error
+from penstock.storage.errors import OptionError, check_rules
+from penstock.storage.sql_views import VIEWS, execute, list_columns, open_connection, translate_sql_errors
 
 if TYPE_CHECKING:
     import duckdb
@@ -51,10 +51,19 @@ _BATCH = 1024  # rows fetched at once
 def main(argv: list[str]) -> int:
     """Run `penstock query`. Return 0."""
     positional, own, rest = split_args(argv, {"--file": True, "--format": True, "--limit": True})
-    runs, store_argv = split_runs(rest)
+    given = split_flags(rest)
+    runs = [run for name, values in given if name == "--run" for run in values]
+    store_argv = [word for name, values in given if name != "--run" for word in (name, *values)]
     output_format = own.get("--format", "table")
-    if output_format not in _FORMATS:
-        raise OptionError(f"--format takes {', '.join(_FORMATS)}; found {short_repr(output_format)}")
+    rules = (
+        (output_format not in _FORMATS, f"--format takes {', '.join(_FORMATS)}; found {short_repr(output_format)}"),
+        (
+            len(positional) + ("--file" in own) > 1,
+            "penstock query takes one SQL text, in quotes, or --file; found several: pass one of them",
+        ),
+        (("--run", []) in given, "--run needs a value: the name of a run; `penstock runs` lists them"),
+    )
+    check_rules(rules)
     limit = parse_integer("--limit", own["--limit"]) if "--limit" in own else None
     if limit is None and output_format == "table":
         limit = _TABLE_ROWS
@@ -85,24 +94,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of --run, which may be repeated, and all other arguments."""
-    runs: list[str] = []
-    others: list[str] = []
-    for name, values in split_flags(argv):
-        if name == "--run" and not values:
-            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
-        if name == "--run":
-            runs += values
-        else:
-            others += [name, *values]
-    return runs, others
-
-
 def read_sql(positional: Sequence[str], file: str | None) -> str | None:
     """Return the SQL from the command line, from `file` or, for `-`, from standard input; None if no SQL is given."""
-    if len(positional) + (file is not None) > 1:
-        raise OptionError("penstock query takes one SQL text, in quotes, or --file; found several: pass one of them")
     if file is None and not positional:
         return None
     try:
@@ -128,14 +121,10 @@ def aggregates_without_run(connection: duckdb.DuckDBPyConnection, sql: str) -> b
 
 
 def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
-    """Yield the rows of a result, fetched in batches. Raises the error of `sql_error` if the query fails meanwhile."""
-    import duckdb
-
-    try:
+    """Yield the rows of a result, fetched in batches. Raises OptionError if the query fails meanwhile."""
+    with translate_sql_errors():
         while rows := cursor.fetchmany(_BATCH):
             yield from rows
-    except duckdb.Error as error:
-        raise sql_error(error) from error
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------

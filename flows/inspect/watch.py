@@ -22,7 +22,7 @@ from penstock.flows.options.argv import parse_integer, penstock_command, split_a
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.flows.runtime.runs import (
-    latest_schedule_options,
+    num_planned_rounds,
     open_named_store,
     open_store,
     read_existing_record,
@@ -33,7 +33,7 @@ from penstock.flows.terminal.lines import MAX_COLUMNS, format_sample_preview, se
 from penstock.flows.terminal.panel import Activity, Panel, end_wait, show_wait
 from penstock.storage.commit import Commit, RunKeys, is_run_name
 from penstock.storage.errors import OptionError, PenstockError, check_rules
-from penstock.storage.history.run_record import read_starts
+from penstock.storage.history.run_record import RunRecord, read_starts
 from penstock.storage.history.run_status import (
     STATUS_SECONDS,
     CommitFeed,
@@ -213,11 +213,6 @@ def row_of_list(store: Store, number: int, run: str) -> dict[str, Any] | None:
         return row | {"state": "damaged"}
 
 
-def num_planned_rounds(store: Store, keys: RunKeys) -> int:
-    """Return how many rounds a run shall train, by its newest recorded options."""
-    return int(latest_schedule_options(store, keys)["run.num_rollout"])
-
-
 # ---- in a terminal ---------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +225,7 @@ def watch_in_terminal(store: Store, keys: RunKeys) -> int:
             f"`{penstock_command()} show {keys.run}`"
         )
     record = read_existing_record(store, keys)
-    panel = RemotePanel(store, keys, record.flow)
+    panel = RemotePanel(store, keys, record)
     panel.refresh()
     region = LiveRegion(console, panel.panel.render)
     region.start()
@@ -251,11 +246,11 @@ def watch_in_terminal(store: Store, keys: RunKeys) -> int:
 class RemotePanel:
     """Fills a panel from the commits and the status of a run that another process drives."""
 
-    def __init__(self, store: Store, keys: RunKeys, flow: str) -> None:
+    def __init__(self, store: Store, keys: RunKeys, record: RunRecord) -> None:
         self.store = store
         self.keys = keys
         self.state = RunState("waiting")
-        self.panel = Panel(keys.run, flow, num_planned_rounds(store, keys))
+        self.panel = Panel(keys.run, record.flow, num_planned_rounds(store, keys, record))
         self._feed = CommitFeed(store, keys)
         self._rollouts: dict[int, Commit] = {}  # of rounds that are not trained yet
         self._starts: list[Any] = []

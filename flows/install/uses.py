@@ -70,16 +70,16 @@ class Use:
             self.lacks.append((found, remedy))
 
 
-def check_demo(targets: Targets) -> Use:
-    """Check the packages and the memory, disk and shared memory for the demo."""
+def demo_use(targets: Targets) -> Use:
+    """Return the use "demo", with the packages, memory, disk and shared memory that are missing for it."""
     use = Use("demo", f"{penstock_command()} demo", lacks=missing_packages("cuda" if has_cuda() else "cpu"))
     for what, free, needed, remedy in demo_resources():
         use.needs(free >= needed, f"{what}: {free:.1f} GiB", remedy)
     return use
 
 
-def check_one_gpu(targets: Targets) -> Use:
-    """Check the driver, the packages for CUDA and the shared memory for a run on a GPU of this machine."""
+def one_gpu_use(targets: Targets) -> Use:
+    """Return the use "one GPU", with what is missing: the driver, the packages for CUDA, shared memory."""
     data = "--hf-checkpoint MODEL_DIR --prompt-data FILE.jsonl"
     use = Use("one GPU", f"{penstock_command()} train --config 1gpu --run first {data}")
     cuda, shared, (library, found) = has_cuda(), shared_memory(), platform.libc_ver()
@@ -94,8 +94,9 @@ def check_one_gpu(targets: Targets) -> Use:
     return use
 
 
-def check_several_nodes(targets: Targets) -> Use:
-    """Check Ray's token, a network interface, and, if --ray-address is given, the Ray cluster at that address."""
+def several_nodes_use(targets: Targets) -> Use:
+    """Return the use "several nodes", with what is missing: Ray's token, a network interface and, if --ray-address is
+    given, a Ray cluster at that address."""
     address, store = targets.ray_address or "HOST:6379", targets.store.store if targets.store else "s3://BUCKET/runs"
     options = f"--ray-address {address} --actor-num-nodes 2 --actor-num-gpus-per-node 8 --store {store}"
     use = Use("several nodes", f"{penstock_command()} train {options} ...", targets.ray_address is not None)
@@ -116,8 +117,8 @@ def check_several_nodes(targets: Targets) -> Use:
     return use
 
 
-def check_s3(targets: Targets) -> Use:
-    """Check the packages and the credentials for a store in S3, and, if --store names one, that it can be written."""
+def s3_use(targets: Targets) -> Use:
+    """Return the use "S3", with what is missing: packages, credentials and, if --store names a bucket, access to it."""
     store = targets.store if targets.store is not None and targets.store.store.startswith("s3://") else None
     uri = store.store if store is not None else "s3://BUCKET/runs"
     use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=store is not None)
@@ -138,8 +139,9 @@ def check_s3(targets: Targets) -> Use:
     return use
 
 
-def check_mlflow_server(targets: Targets) -> Use:
-    """Check that an MLflow server is named, by --mlflow-tracking-uri or MLFLOW_TRACKING_URI, and that it answers."""
+def mlflow_server_use(targets: Targets) -> Use:
+    """Return the use "MLflow server", with what is missing: a server that answers at --mlflow-tracking-uri or
+    MLFLOW_TRACKING_URI."""
     uri = resolve_secrets(targets.mlflow_tracking_uri) or os.environ.get("MLFLOW_TRACKING_URI", "")
     command = f"{penstock_command()} train --mlflow-tracking-uri {redact(uri) or 'http://HOST:5000'} ..."
     use = Use("MLflow server", command, required=targets.mlflow_tracking_uri is not None)
@@ -159,7 +161,7 @@ def check_mlflow_server(targets: Targets) -> Use:
 
 
 USES: tuple[Callable[[Targets], Use], ...] = (
-    check_demo, check_one_gpu, check_several_nodes, check_s3, check_mlflow_server,
+    demo_use, one_gpu_use, several_nodes_use, s3_use, mlflow_server_use,
 )  # fmt: skip
 
 

@@ -40,7 +40,14 @@ def check_addresses(config: PostTrainConfig) -> None:
             raise OptionError(
                 f"{name} {short_repr(address or '')} is not an address: give auto, HOST:PORT or ray://HOST:PORT"
             )
-    check_prometheus_port(run.prometheus_port)
+    if run.prometheus_port is not None:
+        try:
+            socket.create_server(("127.0.0.1", run.prometheus_port)).close()
+        except OSError as error:
+            raise OptionError(
+                f"--prometheus-port {run.prometheus_port} cannot be used ({error.strerror}): give another port, or 0 "
+                "for a free one"
+            ) from None
 
 
 def check_url(name: str, value: str | None, schemes: Sequence[str]) -> None:
@@ -58,16 +65,3 @@ def check_url(name: str, value: str | None, schemes: Sequence[str]) -> None:
             f"{name} {short_repr(value or '')} is not a URL: give one that begins with "
             f"{' or '.join(f'{scheme}://' for scheme in schemes if scheme)}, with a host and, if needed, a port"
         )
-
-
-def check_prometheus_port(port: int | None) -> None:
-    """Check that --prometheus-port is free. Raises OptionError."""
-    if port is None:
-        return
-    try:
-        with socket.create_server(("127.0.0.1", port)):
-            return
-    except OSError as error:
-        raise OptionError(
-            f"--prometheus-port {port} cannot be used ({error.strerror}): give another port, or 0 for a free one"
-        ) from None

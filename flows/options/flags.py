@@ -79,14 +79,10 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
         if name != "--config":
             apply_flag(values, name, args, options_set)
     engine = values.get("rollout", {}).get("engine", DEFAULT)
-    for name, _ in occurrences:
-        program = name.removeprefix("--").partition("-")[0]
-        is_passed_on = name.startswith(engine_prefixes()) and name not in penstock_flags()
-        if is_passed_on and program not in ("router", engine):
-            raise OptionError(
-                f"{name} is an option of --engine {program}, but --engine is {engine}: omit {name}, or give --engine "
-                f"{program}"
-            )
+    passed_on = [name for name, _ in occurrences if name.startswith(engine_prefixes()) and name not in penstock_flags()]
+    programs = [(name, name.removeprefix("--").partition("-")[0]) for name in passed_on]
+    problem = "{0} is an option of --engine {1}, but --engine is {2}: omit {0}, or give --engine {1}"
+    check_rules((other not in ("router", engine), problem.format(name, other, engine)) for name, other in programs)
     apply_custom_config(values)
     return values
 
@@ -179,11 +175,13 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
             name, equals, value = word.partition("=")
             flags.append((name.replace("_", "-"), [value] if equals else []))
             continue
-        problem = "" if flags else "is before the first flag: write options as --name value"
-        if word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal()):
-            problem = "is not a flag: write it with two hyphens (ASCII 45) and a name, --name value"
-        if problem:
-            raise OptionError(f"{short_repr(word)} {problem}")
+        is_mistyped = word == "--" or (len(word) > 2 and word[0] in _DASHES and not word[1:2].isdecimal())
+        advice = "write it with two hyphens (ASCII 45) and a name, --name value"
+        rules = (
+            (is_mistyped, f"{short_repr(word)} is not a flag: {advice}"),
+            (not flags, f"{short_repr(word)} is before the first flag: write options as --name value"),
+        )
+        check_rules(rules)
         flags[-1][1].append(word)
     return flags
 
@@ -291,20 +289,21 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
     """Return the arguments of the flag `name` as a bool, list, dict, text or None, depending on the type of the option
     (`annotation`). Pydantic checks the value later and converts numbers."""
-    kinds, text, problem = member_types(annotation), " ".join(args), ""
+    kinds, text = member_types(annotation), " ".join(args)
     [item] = typing.get_args(kinds.get(list)) or [None]
     size = len(typing.get_args(item)) if typing.get_origin(item) is tuple else 1  # NAME PATH pairs
-    if bool in kinds and args and text.lower() not in ("true", "false"):
-        problem = f"is a switch and takes no value; found {short_repr(text)}"
-    elif bool not in kinds and not args:
-        problem = "needs a value: give one after it"
-    elif list in kinds and len(args) % size:
-        problem = f"takes {size} values at a time (NAME PATH); found {short_repr(text)}"
-    elif not kinds.keys() & {bool, list, dict} and len(args) > 1:
-        problem = f"takes one value; found {short_repr(text)}"
-    if problem:
-        raise OptionError(f"{name} {problem}")
-    if bool in kinds:
+    is_switch, takes_one, found = bool in kinds, not kinds.keys() & {bool, list, dict}, f"found {short_repr(text)}"
+    rules = (
+        (
+            is_switch and args and text.lower() not in ("true", "false"),
+            f"{name} is a switch and takes no value; {found}",
+        ),
+        (not is_switch and not args, f"{name} needs a value: give one after it"),
+        (list in kinds and len(args) % size, f"{name} takes {size} values at a time (NAME PATH); {found}"),
+        (takes_one and len(args) > 1, f"{name} takes one value; {found}"),
+    )
+    check_rules(rules)
+    if is_switch:
         return not args or text.lower() == "true"
     if list in kinds:
         return args if size == 1 else [args[i : i + size] for i in range(0, len(args), size)]

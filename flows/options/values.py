@@ -10,13 +10,14 @@ import math
 import re
 import types
 import typing
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import BACKENDS
 from penstock.flows.options.argv import short_repr
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import check_rules
 
 MAX_INTEGER = 2**63 - 1
 MAX_CHARACTERS = 1 << 20
@@ -39,9 +40,8 @@ def check_value(name: str, value: Any, field: FieldInfo) -> None:
         problem = f"needs a value; found {value!r}"
     elif isinstance(value, list) and takes_text and Any not in kinds and "" in value:
         problem = "has an empty value: give a value, or leave the option out"
-    if problem:
-        raise OptionError(f"{name} {problem}")
-    check_nested_values(name, value, 0)
+    problems: Iterable[str] = [f"{name} {problem}"] if problem else nested_problems(name, value)
+    check_rules((True, message) for message in problems)
 
 
 def leaf_types(annotation: Any) -> set[Any]:
@@ -71,25 +71,25 @@ def describe_number_problem(text: str) -> str:
     return ""
 
 
-def check_nested_values(name: str, value: Any, depth: int) -> None:
-    """Check that all values in nested lists and dicts are finite numbers within 64 bits, valid texts, or booleans.
-    Raises OptionError, also for a date and for more than MAX_DEPTH levels; `depth` is the level of `value`."""
+def nested_problems(name: str, value: Any, depth: int = 0) -> Iterator[str]:
+    """Yield an error message for each value in nested lists and dicts that is not a finite number within 64 bits, a
+    valid text, or a boolean, also for a date and for more than MAX_DEPTH levels; `depth` is the level of `value`."""
     problem = describe_problem(value)
     if depth > MAX_DEPTH:
         problem = f"has values nested more than {MAX_DEPTH} levels deep: use fewer levels"
     if problem:
-        raise OptionError(f"{name} {problem}")
-    if isinstance(value, dict):
+        yield f"{name} {problem}"
+    elif isinstance(value, dict):
         for key, item in value.items():
-            check_nested_values(name, key, depth + 1)
+            yield from nested_problems(name, key, depth + 1)
             # An engine's or router's option is written `--ENGINE-KEY`, an entry of another option `--name KEY`.
             shown = short_repr(str(key))[1:-1]
             of_program = name.removeprefix("--") in ("router", *BACKENDS)
             flag = f"{name}-{shown.replace('_', '-')}" if of_program else f"{name} {shown}"
-            check_nested_values(flag, item, depth + 1)
+            yield from nested_problems(flag, item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_nested_values(name, item, depth + 1)
+            yield from nested_problems(name, item, depth + 1)
 
 
 def describe_problem(value: Any) -> str:

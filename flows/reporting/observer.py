@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
@@ -48,7 +49,7 @@ class Observer:
         return None
 
 
-class ThreadObserver(Observer):
+class ThreadObserver(Observer, ABC):
     """Base class of observers with a thread of their own, which executes `run_thread` until `ended` is set at the end
     of the flow. The end waits for the thread, at most `patience` seconds."""
 
@@ -58,9 +59,9 @@ class ThreadObserver(Observer):
         self.thread = threading.Thread(target=context.run, args=(self.run_thread,), name=name, daemon=True)
         self._patience = patience
 
+    @abstractmethod
     def run_thread(self) -> None:
         """Work until `ended` is set."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self.thread.start()

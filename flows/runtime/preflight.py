@@ -27,7 +27,6 @@ from penstock.engines.weights.hf_headers import block_size, check_first_values, 
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, debug_rules, gpu_flow
 from penstock.flows.gpu_plan import (
-    check_gpu_count,
     check_gpu_sizes,
     check_layout,
     check_memory,
@@ -93,12 +92,6 @@ def preflight(config: Plan, *, own_lease: str | None = None) -> None:
     """Check a plan. Raises InputError, or StoreError if the store cannot be read or written. `own_lease`: of the run's
     driver, if this process holds it."""
     flow = config.flow
-    if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
-        flag = "--load" if config.convert.load else "--ref-load"
-        raise OptionError(
-            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
-            f"omit {flag}, or --debug-rollout-only"
-        )
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config, shape)
     check_layout(shape, config.train)
@@ -180,7 +173,8 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
     check_secrets(config)
     run, rollout, evals = config.run, config.rollout, config.eval
-    check_rules(chain(run_rules(flow, config), evaluation_rules(config), debug_rules(flow, config)))
+    of_save_hf = save_hf_rules(run) if flow.trains else ()
+    check_rules(chain(run_rules(flow, config), evaluation_rules(config), of_save_hf, debug_rules(flow, config)))
     if evals.promote_to is not None:
         model_prefix(evals.promote_to)  # raises RunError if the name is invalid
     check_trackers(run)
@@ -204,8 +198,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         ),
     ]
     check_rules(engine_rules, EngineError)
-    if flow.trains:
-        check_save_hf(config)
     check_addresses(config)
     config.train.megatron.check()
     if flow.generates and not run.debug_train_only:
@@ -235,7 +227,7 @@ def run_rules(flow: Flow, config: PostTrainConfig) -> Iterator[tuple[object, str
         "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type",
     )
     yield (
-        run.check_weight_update_equal and config.speculates,
+        run.check_weight_update_equal and config.engine_facts.speculates,
         f"--check-weight-update-equal cannot be combined with {engine_backend(rollout.engine).speculation_flag}, "
         "because it overwrites the draft layers too, which weight updates do not replace: omit "
         "--check-weight-update-equal",
@@ -304,9 +296,9 @@ def evaluation_rules(config: PostTrainConfig) -> Iterator[tuple[object, str]]:
     )
 
 
-def check_save_hf(config: PostTrainConfig) -> None:
-    """Check that the local directories of --save-hf are empty, or have exports of this run."""
-    run = config.run
+def save_hf_rules(run: RunConfig) -> Iterator[tuple[object, str]]:
+    """Yield (is violated, error message) for each local directory of --save-hf that exists and is not empty: it must
+    have an export of this run."""
     if run.save_hf is None or "://" in run.save_hf:
         return
     parts = os.path.abspath(run.save_hf).split("{rollout_id}")
@@ -315,10 +307,10 @@ def check_save_hf(config: PostTrainConfig) -> None:
         if not number.fullmatch(str(path)) or (path.is_dir() and not any(path.iterdir())):
             continue
         record = read_record(*open_parent_store(str(path)))
-        if record is None or record.run != run.run:
-            raise OptionError(
-                f"--save-hf: {path} exists and is not from run {run.run!r}: remove it, or give another path"
-            )
+        yield (
+            record is None or record.run != run.run,
+            f"--save-hf: {path} exists and is not from run {run.run!r}: remove it, or give another path",
+        )
 
 
 def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -326,15 +318,12 @@ def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
 
     The GPUs of other machines of a Ray cluster are assumed to be like those of this machine.
     """
-    check_gpu_sizes(flow, config, shape)
+    gpus = visible_gpu_bytes()
+    check_gpu_sizes(flow, config, shape, len(gpus) if config.run.ray_address is None else 0)
     if flow.generates:
         engine_backend(config.rollout.engine).check_sharding(engine_options(config), shape)
-    gpus = visible_gpu_bytes()
-    if not gpus:
-        return
-    if config.run.ray_address is None:
-        check_gpu_count(flow, config, len(gpus))
-    check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
+    if gpus:
+        check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
 def find_length_error(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> OptionError | None:

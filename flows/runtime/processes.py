@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property, partial
@@ -210,12 +210,10 @@ class Processes:
                     self._start_teacher()
             return self.pools[role]
 
-    @contextmanager
-    def serving_teacher(self) -> Iterator[Callable[[], list[str]]]:
-        """Keep the engine of --opd-teacher-engine running during the block. Yields a function that returns its address,
-        or nothing while it restarts."""
-        with self._start_teacher().serving(TEACHER, _refuse_weights) as urls:
-            yield urls
+    def serving_teacher(self) -> AbstractContextManager[Callable[[], list[str]]]:
+        """Start the engine of --opd-teacher-engine, and keep it running during a block. The block gets a function that
+        returns the engine's address, or nothing while it restarts."""
+        return self._start_teacher().serving(TEACHER, _refuse_weights)
 
     def _start_teacher(self) -> EnginePool:
         """Return the pool with the teacher's engine; the first call starts it and does not wait."""

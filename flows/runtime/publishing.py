@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -83,14 +83,12 @@ class PolicyEngines:
                     self.publisher.offload_trainer()
                 yield urls
 
-    @contextmanager
-    def for_evaluation(self, version: int) -> Iterator[Urls]:
-        """Load policy `version` into the engines that evaluate. Evaluations of one version share them. A trainer that
-        is already training later rounds is not restored."""
+    def for_evaluation(self, version: int) -> AbstractContextManager[Urls]:
+        """Load policy `version` into the engines that evaluate, for a block. Evaluations of one version share them. A
+        trainer that is already training later rounds is not restored."""
         schedule = self.turns.schedule
         pool = schedule.evaluations if schedule.limits.evaluates_apart else schedule.rollouts
-        with self.at(version, pool, rewind=schedule.evaluated is None) as urls:
-            yield urls
+        return self.at(version, pool, rewind=schedule.evaluated is None)
 
     @contextmanager
     def for_stream(self) -> Iterator[Urls]:

@@ -58,8 +58,6 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
         recorded_config, recorded_given = latest_config(store, keys, record)
         has_changes = bool(store.list(f"{keys.prefix}/changes"))
         existing = _Existing(record, recorded_given, recorded_config, has_changes)
-    if flow is Flow.EVALUATE and config.convert.load:
-        raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
     if existing and Flow(existing.record.flow) is flow:
         # The run continues if the identity options are those of its record, either as given or as resolved.
@@ -70,6 +68,20 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     if before:
         config = _with_recorded_decisions(config, before)
     config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
+    flag = "--load" if config.convert.load else "--ref-load"
+    has_other_start = flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint
+    rules = (
+        (
+            flow is Flow.EVALUATE and load,
+            f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load",
+        ),
+        (
+            config.run.debug_rollout_only and has_other_start,
+            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
+            f"omit {flag}, or --debug-rollout-only",
+        ),
+    )
+    check_rules(rules)
     notes: tuple[str, ...] = ()
     if load and not config.convert.load and not names_own_run(config, load):
         notes = (f"--load {load} has no checkpoint: the run starts from {config.start_weights}",)
@@ -160,15 +172,23 @@ def _checkpoint_of_run(path: Path, version: int | None = None) -> str | None:
         return None
     store = Store(str(path.parent), probe=False)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
-    if not versions or version not in (None, *versions):
-        existing = ", ".join(map(str, versions)) or "none"
-        raise OptionError(f"--load {path}: the run has no such checkpoint (it has: {existing}); give one of these")
-    commit = store.committed(keys.checkpoint_prefix(versions[-1] if version is None else version))
-    if commit is not None and ADAPTERS in commit.state:
-        raise OptionError(
+    wanted, existing = (
+        max(versions, default=-1) if version is None else version,
+        ", ".join(map(str, versions)) or "none",
+    )
+    commit = store.committed(keys.checkpoint_prefix(wanted)) if wanted in versions else None
+    rules = (
+        (
+            wanted not in versions,
+            f"--load {path}: the run has no such checkpoint (it has: {existing}); give one of these",
+        ),
+        (
+            commit is not None and ADAPTERS in commit.state,
             f"--load {path}: the checkpoint has only LoRA adapters; write the merged weights with `penstock export "
-            f"{path.name} --output DIR`, and give DIR"
-        )
+            f"{path.name} --output DIR`, and give DIR",
+        ),
+    )
+    check_rules(rules)
     return store.path(commit.attempt) if commit is not None and commit.attempt else None
 
 

@@ -290,13 +290,9 @@ def _validated_config(values: RecordedConfig) -> PostTrainConfig:
         ) from error
 
 
-def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
-    """Return the options that a resumed run may change (number of rounds, save and evaluation intervals, paths) with
-    their last recorded values: `section.name` -> value."""
-    record = read_run_record(store, keys)
-    if record is None:
-        raise unknown_run_error(store, keys.run)
-    return options_by_mutability(latest_config(store, keys, record)[0], "schedule")
+def num_planned_rounds(store: Store, keys: RunKeys, record: RunRecord) -> int:
+    """Return how many rounds a run shall train, by its last recorded options."""
+    return latest_config(store, keys, record)[0].run.num_rollout
 
 
 def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostTrainConfig, PostTrainConfig]:

@@ -59,16 +59,16 @@ class Audit:
 def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Audit:
     """Check everything that a run has committed. Without `verify_hashes`, only the sizes of models, checkpoints and
     exports are checked; hashes of sample shards always are."""
-    check = _RunAudit(store, keys, Audit(keys.run))
-    record = check.read_records()
-    commits = check.read_commits()
-    check.check_files(commits, verify_hashes)
-    check.check_inputs_exist(commits)
-    check.check_commits_match_keys(commits)
-    check.check_rounds_are_consecutive(commits)
-    check.check_sample_ids_and_prompts(record, commits)
-    check.count_orphaned_files()
-    return check.result
+    audit = _RunAudit(store, keys, Audit(keys.run))
+    record = audit.read_records()
+    commits = audit.read_commits()
+    audit.audit_files(commits, verify_hashes)
+    audit.audit_inputs(commits)
+    audit.audit_keys(commits)
+    audit.audit_rounds(commits)
+    audit.audit_samples(record, commits)
+    audit.count_orphaned_files()
+    return audit.result
 
 
 def kind_and_index(prefix: str) -> tuple[str, int]:
@@ -146,9 +146,9 @@ class _RunAudit:
         self.result.num_commits.update(commit.kind for commit in commits.values())
         return commits
 
-    def check_files(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
+    def audit_files(self, commits: dict[str, Commit], verify_hashes: bool) -> None:
         """Check size and, with `verify_hashes`, content of every committed file and blob, except sample shards, which
-        `check_sample_ids_and_prompts` checks."""
+        `audit_samples` checks."""
         store, blobs = self.store, {d: prefix for prefix, commit in commits.items() for d in commit.blobs}
         files = [(prefix, commit, record) for prefix, commit in commits.items() for record in commit.files]
         # Prefix of the stage, key of the file, its size, and its record if it is not a blob.
@@ -180,7 +180,7 @@ class _RunAudit:
 
         self.result.problems += [problem for problem in map_in_threads(describe_damage, jobs, NUM_FILES) if problem]
 
-    def check_inputs_exist(self, commits_by_prefix: dict[str, Commit]) -> None:
+    def audit_inputs(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an
         expired checkpoint, which has a tombstone. Damaged tombstones are problems, too."""
         known = {commit_key(prefix) for prefix in commits_by_prefix}
@@ -203,7 +203,7 @@ class _RunAudit:
                     "backup"
                 )
 
-    def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
+    def audit_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""
         keys = self.keys
         for prefix, commit in commits_by_prefix.items():
@@ -234,7 +234,7 @@ class _RunAudit:
                 if was != needed:
                     self.add_problem(f"{commit_key(prefix)} has the {role} {was} as input; it must be {needed}")
 
-    def check_rounds_are_consecutive(self, commits: dict[str, Commit]) -> None:
+    def audit_rounds(self, commits: dict[str, Commit]) -> None:
         """Check that rounds are consecutive, and that checkpoints, evaluations and exports are of trained versions."""
         indices: dict[str, list[int]] = defaultdict(list)
         for prefix in commits:
@@ -254,7 +254,7 @@ class _RunAudit:
                     "rounds; restore its missing steps from a backup"
                 )
 
-    def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
+    def audit_samples(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
         """Check the sample shards: that sample ids are unique, that every prompt was issued once per epoch, and that
         every sample was trained as often as the options say."""
         store, result = self.store, self.result
@@ -271,18 +271,18 @@ class _RunAudit:
         for prefix, round in zip(prefixes, rounds, strict=True):
             commit = commits_by_prefix[prefix]
             if commit.kind == "eval":
-                result.problems += PromptAudit(set()).check_round(prefix, commit, round, one_epoch=True)
+                result.problems += PromptAudit(set()).audit_round(prefix, commit, round, one_epoch=True)
                 continue
             result.num_samples += len(round.ids)
             result.num_prompts += len(round.served)
-            result.problems += prompts.check_round(prefix, commit, round)
+            result.problems += prompts.audit_round(prefix, commit, round)
             ids.append(round.ids)
             if parent and commit.index in parent.reused_rounds and commit.writer == self.keys.run:
                 self.add_problem(
                     f"{commit_key(prefix)} has files of the run itself, but a fork with --reuse-rollouts trains round "
                     f"{commit.index} on the samples of {parent.run}: restore the record from a backup"
                 )
-            self.check_sample_uses(
+            self.audit_sample_uses(
                 run_record, commits_by_prefix.get(self.keys.step_prefix(commit.index)), round, earlier
             )
             earlier[commit.index] = round
@@ -291,7 +291,7 @@ class _RunAudit:
         if repeated := len(hashed) - len(np.unique(hashed)):
             self.add_problem(f"{self.keys.prefix}: {repeated} sample ids are used more than once")
 
-    def check_sample_uses(
+    def audit_sample_uses(
         self, run_record: RunRecord | None, step: Commit | None, round: ServedRound, earlier: dict[int, ServedRound]
     ) -> None:
         """Check how often the commit of a round's step says that each sample was trained, also those that were replayed

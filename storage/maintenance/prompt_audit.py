@@ -282,7 +282,7 @@ class PromptAudit:
         self._buffered: set[int] = set()  # issue numbers of the buffered prompts after the last round
         self._num_skipped = 0  # prompts that the current round has skipped, according to its samples
 
-    def check_round(self, prefix: str, commit: Commit, round: ServedRound, *, one_epoch: bool = False) -> list[str]:
+    def audit_round(self, prefix: str, commit: Commit, round: ServedRound, *, one_epoch: bool = False) -> list[str]:
         """Check the prompts of the next round, and return the problems. With `one_epoch` (evaluations), the round must
         use each prompt once."""
         after = commit.state.get("data_source")

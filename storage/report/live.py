@@ -68,7 +68,7 @@ class LiveRun:
     """A run that is shown on the live page. Thread-safe: several browsers may ask.
 
     Args:
-        num_planned_rounds: returns how many rounds the run shall train, by its newest recorded options.
+        num_planned_rounds: returns how many rounds a run with a record shall train, by its newest recorded options.
         read_token_texts: returns id -> text of tokens, by the run's record and newest commits.
     """
 
@@ -76,7 +76,7 @@ class LiveRun:
         self,
         store: Store,
         keys: RunKeys,
-        num_planned_rounds: Callable[[Store, RunKeys], int],
+        num_planned_rounds: Callable[[Store, RunKeys, RunRecord], int],
         read_token_texts: Callable[[Store, RunRecord, Sequence[Commit], Sequence[int]], dict[int, str]],
     ) -> None:
         self.store = store
@@ -124,7 +124,7 @@ class LiveRun:
             self._records_read_at = now
             if record is not None:
                 self._starts = read_starts(self.store, self.keys, known=self._starts)
-                self._num_planned = self._num_planned_rounds(self.store, self.keys)
+                self._num_planned = self._num_planned_rounds(self.store, self.keys, record)
             self._state = run_state(self.store, self.keys, self._starts, self._status, is_fresh=is_fresh)
         for commit in self.feed.read(READ_SECONDS):
             self._add(commit)

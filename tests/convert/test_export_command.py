@@ -15,7 +15,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.preflight import check_save_hf
+from penstock.flows.runtime.preflight import save_hf_rules
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record
 from penstock.stages.convert.targets import (
@@ -31,7 +31,7 @@ from penstock.stages.convert.to_hf import export_hf, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf, export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.work import copy_export
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
-from penstock.storage.errors import OptionError, RunError, StoreError
+from penstock.storage.errors import OptionError, RunError, StoreError, check_rules
 from penstock.storage.store import Store
 
 
@@ -250,12 +250,12 @@ def test_save_hf_needs_a_path_for_each_checkpoint(tmp_path: Path) -> None:
     words = ["--hf-checkpoint", "m", "--run", "r", "--num-rollout", "3"]
     config = parse_config([*words, "--save-hf", f"{tmp_path}/hf_{{rollout_id}}"])
     assert config.run.hf_path(20) == f"{tmp_path}/hf_19"
-    check_save_hf(config)
+    check_rules(save_hf_rules(config.run))
     (tmp_path / "hf_2").mkdir()
-    check_save_hf(config)
+    check_rules(save_hf_rules(config.run))
     (tmp_path / "hf_2" / "config.json").touch()
     with pytest.raises(OptionError, match="hf_2 exists and is not from run 'r'"):
-        check_save_hf(config)
+        check_rules(save_hf_rules(config.run))
     for path in ("hf", "hf_{rollout_id}_{step}"):
         with pytest.raises(
             OptionError, match=r"--save-hf hf.* gives several checkpoints one path, or has other braces"

@@ -38,7 +38,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_row_makes_an_engine_selectable_with_its_own_flags(row: None) -> None:
     config = parse_config([*WORDS, "--engine", "stub", "--stub-first-digit", "7", "--stub-context-length", "64"])
     assert config.rollout.engine_options == {"first_digit": 7, "context_length": 64}
-    assert config.engine_facts.context_length == 64 and not config.speculates
+    assert config.engine_facts.context_length == 64 and not config.engine_facts.speculates
     options = engine_options(config)
     assert isinstance(engine_backend(options.engine), StubBackend)
     engine_backend(options.engine).check_options(options)

@@ -241,7 +241,7 @@ def test_chat_template_kwargs_take_json_or_words_and_are_identity() -> None:
 def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> None:
     speculative = parse_config([*MODEL, "--sglang-speculative-algorithm", "NEXTN"])
     for config, mtp in ((speculative, "keep"), (parse_config(MODEL), "skip")):
-        assert export_origin(config.convert, keep_mtp=config.speculates).mtp == mtp
+        assert export_origin(config.convert, keep_mtp=config.engine_facts.speculates).mtp == mtp
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.engines.backends import engine_backend
 from penstock.flows.cli import main
 from penstock.flows.commands import demo
-from penstock.flows.commands.demo import DemoProcess, check_and_replay, run_demo_with_kills
+from penstock.flows.commands.demo import DemoProcess, audit_and_replay, run_demo_with_kills
 from penstock.storage.store import Store
 from tests.storage.made_run import config_of, make_run, write_data
 
@@ -60,7 +60,7 @@ def test_end_is_green_only_if_every_trained_round_is_equal(
     program = f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({replayed!r})"
     monkeypatch.setattr(demo, "PENSTOCK", (sys.executable, "-c", program))
     out = io.StringIO()
-    assert check_and_replay(store.uri, keys, Console(file=out, width=200)) == code
+    assert audit_and_replay(store.uri, keys, Console(file=out, width=200)) == code
     assert f"{verdicts.count(demo.EQUAL)} of {len(verdicts)} rounds equal bit for bit" in out.getvalue()
     assert "0 problems in " in out.getvalue()
 

@@ -249,7 +249,7 @@ def test_doctor_plans_the_engine_of_a_teacher(
     with pytest.raises(EngineError, match=r"the engine of --opd-teacher-engine needs .* raise --opd-teacher-num-gpus"):
         plans.check_memory(plans.plan_gpu_memory(Flow.TRAIN, config, read_shape(words[1]), 80 * GIB))
     with pytest.raises(LayoutError, match=r"the run needs 2 .*--opd-teacher-num-gpus for the teacher"):
-        plans.check_gpu_count(Flow.TRAIN, config, 1)
+        plans.check_gpu_sizes(Flow.TRAIN, config, read_shape(words[1]), 1)
 
 
 # ---- preflight -------------------------------------------------------------------------------------------------------
@@ -283,7 +283,6 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
          "--actor-num-gpus-per-node 8 exceeds --num-gpus-per-node 4"),
         ("qwen3-0.6B", [], "--actor-num-nodes 2 --actor-num-gpus-per-node 6 --tensor-model-parallel-size 4",
          LayoutError, "--tensor-model-parallel-size 4 does not divide the 6 GPUs of a node"),
-        ("qwen3-0.6B", [], "--network-interface eth0", OptionError, "no effect without --ray-address"),
         ("qwen3-0.6B", [], "--rollout-num-gpus-per-engine 3 --rollout-num-gpus 3", LayoutError,
          "3 does not divide the model's 16 attention heads: use a divisor of 16"),
     ],

@@ -77,7 +77,7 @@ def test_doctor_has_a_line_for_a_command_and_one_for_each_open_port(
         inner, outer = child.stdout.readline().split()
         ports = listening_ports([psutil.Process(child.pid)])
         monkeypatch.setattr(doctor, "listening_ports", lambda: ports)
-        command, port = doctor.check_ports()
+        command, port = doctor.port_findings()
         assert command.ok and f"(pid {child.pid})" in command.what
         assert command.found.startswith("2, 1 of them for this machine only")
         assert not port.ok and port.what == f"port 0.0.0.0:{outer}" and "no authentication" in port.found

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engines.scratch import own_temp_directory
 from penstock.flows.commands.doctor import listening_ports
-from penstock.flows.options.addresses import check_prometheus_port
+from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.flags import parse_config
 from penstock.flows.reporting import monitors
 from penstock.flows.reporting.monitors import (
@@ -184,7 +184,7 @@ def test_taken_port_is_refused_with_the_flag_and_none_is_the_default() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=f"--prometheus-port {port} cannot be used"):
-            check_prometheus_port(port)
-    for free in (0, parse_config([]).run.prometheus_port):
-        check_prometheus_port(free)
+            check_addresses(parse_config(["--prometheus-port", str(port)]))
+    for words in ([], ["--prometheus-port", "0"]):
+        check_addresses(parse_config(words))
     assert parse_config([]).run.prometheus_port is None

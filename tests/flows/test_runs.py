@@ -20,9 +20,11 @@ from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import (
     ActiveRun,
     check_run_may_start,
-    latest_schedule_options,
+    latest_config,
+    num_planned_rounds,
     open_run,
     open_store,
+    read_existing_record,
     read_flow_and_config,
 )
 from penstock.storage.commit import Commit, RunKeys
@@ -98,7 +100,7 @@ def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> 
     for rounds in ("5", "7"):
         start(store, config(tmp_path, "--num-rollout", rounds))
     assert store.list(f"{KEYS.prefix}/changes") == ["000000.json", "000001.json"]
-    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 7
+    assert num_planned_rounds(store, KEYS, read_existing_record(store, KEYS)) == 7
     flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.run.num_rollout, again.train) == ("train", 7, derive(first).train)
 
@@ -115,7 +117,7 @@ def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
     names = store.list(f"{KEYS.prefix}/changes")
     kept = [change.schedule["run.num_rollout"] for change in read_schedule_changes(store, KEYS)]
     assert names == [f"{number:06d}.json" for number in range(6)] and sorted(kept) == list(range(10, 16))
-    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == kept[-1]
+    assert num_planned_rounds(store, KEYS, read_existing_record(store, KEYS)) == kept[-1]
 
 
 def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +127,9 @@ def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monke
     monkeypatch.setattr(runs, "schedule_change_keys", lambda store, keys: [])
     start(store, config(tmp_path, "--num-rollout", "5"))
     monkeypatch.undo()
-    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 5
+    assert num_planned_rounds(store, KEYS, read_existing_record(store, KEYS)) == 5
     store.create(f"{KEYS.prefix}/changes/000001.json.0123456789ab.tmp", b"")  # of a writer that was killed
-    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 5
+    assert num_planned_rounds(store, KEYS, read_existing_record(store, KEYS)) == 5
 
 
 def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     assert (flow, again.train.lr, again.run.run) == ("train", 1e-3, "r")
     assert (again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (40, 5, 2)
     start(store, again, flow)
-    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 40
+    assert num_planned_rounds(store, KEYS, read_existing_record(store, KEYS)) == 40
     for words in (
         ["--lr", "1e-2"],
         ["--rollout-batch-size", "8"],
@@ -409,7 +411,11 @@ def test_moved_project_resumes(typed) -> None:
     commit_round(store, first)
     moved = typed("moved")
     start(store, moved)
-    assert latest_schedule_options(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
+    assert (
+        latest_config(store, KEYS, read_existing_record(store, KEYS))[0]
+        .rollout.prompt_data[0]
+        .endswith("/moved/data/*.jsonl@[0:5]")
+    )
 
 
 # ---- user-defined functions ------------------------------------------------------------------------------------------

@@ -34,43 +34,43 @@ def lines(use: Use) -> str:
 
 
 def test_demo_names_setup_and_the_flag_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert uses.check_demo(Targets()).command.endswith("penstock demo")
+    assert uses.demo_use(Targets()).command.endswith("penstock demo")
     monkeypatch.setattr(uses, "missing_packages", lambda kind: [("ray: not installed", f"penstock setup --{kind}")])
     monkeypatch.setattr(uses, "shared_memory", lambda: 64 << 20)
-    said = lines(uses.check_demo(Targets()))
+    said = lines(uses.demo_use(Targets()))
     assert "ray: not installed | penstock setup --cpu" in said and "docker run --shm-size" in said
 
 
 def test_one_gpu_needs_a_driver_new_glibc_and_packages_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "nvidia-smi lists no GPU" in lines(uses.check_one_gpu(Targets()))
+    assert "nvidia-smi lists no GPU" in lines(uses.one_gpu_use(Targets()))
     monkeypatch.setattr(uses, "has_cuda", lambda: True)
-    assert not uses.check_one_gpu(Targets()).lacks
+    assert not uses.one_gpu_use(Targets()).lacks
     monkeypatch.setattr(uses.platform, "libc_ver", lambda: ("glibc", "2.31"))
     monkeypatch.setattr(uses, "missing_packages", lambda kind: [("torch", f"penstock setup --{kind}")])
-    said = lines(uses.check_one_gpu(Targets()))
+    said = lines(uses.one_gpu_use(Targets()))
     assert "glibc 2.31" in said and "penstock setup --cuda" in said
 
 
 def test_several_nodes_need_a_token_and_a_shared_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said = lines(uses.check_several_nodes(Targets(store=RunConfig(store=str(tmp_path)))))
+    said = lines(uses.several_nodes_use(Targets(store=RunConfig(store=str(tmp_path)))))
     assert "RAY_AUTH_TOKEN=" in said and "ray start --head" in said and "local directory" in said
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert "no token" in lines(uses.check_several_nodes(Targets()))
+    assert "no token" in lines(uses.several_nodes_use(Targets()))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
     monkeypatch.setattr(uses, "ray_problem", lambda address: "")
-    use = uses.check_several_nodes(Targets(ray_address="10.0.0.1:6379", store=RunConfig(store="s3://b/x")))
+    use = uses.several_nodes_use(Targets(ray_address="10.0.0.1:6379", store=RunConfig(store="s3://b/x")))
     assert not use.lacks and use.required and "--ray-address 10.0.0.1:6379" in use.command
 
 
 def test_s3_needs_credentials_and_a_named_bucket_is_written(object_store: Store, tmp_path: Path) -> None:
-    assert "AWS_ACCESS_KEY_ID" in lines(uses.check_s3(Targets()))
+    assert "AWS_ACCESS_KEY_ID" in lines(uses.s3_use(Targets()))
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "credentials").write_text("[default]\n")
-    assert not uses.check_s3(Targets()).lacks
+    assert not uses.s3_use(Targets()).lacks
     named = RunConfig(store="s3://bucket/store", store_options=object_store.options)
-    assert not uses.check_s3(Targets(store=named)).lacks
+    assert not uses.s3_use(Targets(store=named)).lacks
     gone = RunConfig(store="s3://gone/store", store_options=object_store.options)
-    use = uses.check_s3(Targets(store=gone))
+    use = uses.s3_use(Targets(store=gone))
     assert "s3://gone/store" in lines(use) and use.required
 
 
@@ -96,12 +96,12 @@ def health_server() -> Iterator[str]:
 def test_mlflow_server_is_asked_and_its_password_is_not_shown(
     health_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "mlflow server" in lines(uses.check_mlflow_server(Targets()))
+    assert "mlflow server" in lines(uses.mlflow_server_use(Targets()))
     monkeypatch.setenv("URI", f"http://user:word-of-a-test@{health_server}/mlflow/")
-    use = uses.check_mlflow_server(Targets(mlflow_tracking_uri="env:URI"))
+    use = uses.mlflow_server_use(Targets(mlflow_tracking_uri="env:URI"))
     assert not use.lacks and use.required and "word-of-a-test" not in use.command
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:word-of-a-test@{health_server}")
-    said = lines(uses.check_mlflow_server(Targets()))
+    said = lines(uses.mlflow_server_use(Targets()))
     assert health_server in said and "404" in said and "word-of-a-test" not in said
 
 

@@ -20,6 +20,7 @@ from made_run import commit_samples, config_of, make_run, score_one, write_data
 from penstock.flows.cli import main
 from penstock.flows.inspect import watch
 from penstock.flows.inspect.watch import RemotePanel, WatchedRuns, serving_run, watch_in_terminal
+from penstock.flows.runtime.runs import read_existing_record
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history import run_status
@@ -223,7 +224,7 @@ def test_panel_shows_a_run_of_another_process(store: Store) -> None:
     lease = Lease(store, new_driver_lease_key(KEYS)).take()
     record_start(store, KEYS, Start())
     write_status(store, **running_status())
-    remote = RemotePanel(store, KEYS, "train")
+    remote = RemotePanel(store, KEYS, read_existing_record(store, KEYS))
     remote.refresh()
     text = "\n".join(line.plain for line in remote.panel.render(100, 40))
     assert remote.state.kind == "running"

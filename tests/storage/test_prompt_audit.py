@@ -43,7 +43,7 @@ def test_a_correct_run_has_no_problems(trial: int) -> None:
     rounds, _ = random_run(trial)
     found = PromptAudit(set())
     assert [
-        found.check_round(f"rollouts/{commit.index:06d}", commit, round_of(served)) for commit, served in rounds
+        found.audit_round(f"rollouts/{commit.index:06d}", commit, round_of(served)) for commit, served in rounds
     ] == [[]] * 12
 
 
@@ -54,7 +54,7 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
         if skipped:
             rounds[-1][0].state["data_source"]["skipped"] += 1
             follow = PromptAudit(set())
-            assert [follow.check_round("p", commit, round_of(served)) for commit, served in rounds][-1], trial
+            assert [follow.audit_round("p", commit, round_of(served)) for commit, served in rounds][-1], trial
         rounds, _ = random_run(trial)
         served = rounds[-1][1]
         first = served[min(served)]
@@ -65,7 +65,7 @@ def test_a_repeated_prompt_or_an_unrecorded_skip_is_reported() -> None:
                 assert any(
                     "already used in epoch" in line
                     for commit, s in rounds
-                    for line in follow.check_round("p", commit, round_of(s))
+                    for line in follow.audit_round("p", commit, round_of(s))
                 ), trial
                 num_found += 1
                 break
