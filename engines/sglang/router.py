@@ -137,7 +137,7 @@ class SGLangRouter:
             ):
                 self._changed.clear()
                 try:
-                    in_sync = self._check_and_update_engine_list(url)
+                    in_sync = self._update_engine_list(url)
                     answered = time.monotonic()
                 except (EngineGone, RuntimeError) as error:
                     logger.debug("could not update the router's list of engines, retrying: %s", error)
@@ -151,7 +151,7 @@ class SGLangRouter:
             process.kill()
             process.wait()
 
-    def _check_and_update_engine_list(self, router_url: str) -> bool:
+    def _update_engine_list(self, router_url: str) -> bool:
         """Register the live engines with the router at `router_url`, and remove all other engines from its list.
         Return whether the router already listed exactly the live engines."""
         engines = self._engines
