@@ -16,7 +16,6 @@ import base64
 import hashlib
 import itertools
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -164,18 +163,6 @@ class FlatBucket:
         del self.flat
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
-
-
-def check_shared_memory(bucket: list[NamedTensor]) -> None:
-    """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS."""
-    if bucket[0][1].device.type != "cpu":
-        return
-    needed, free = sum(tensor.nbytes for _, tensor in bucket), shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise EngineError(
-            f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: enlarge "
-            "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
-        )
 
 
 class WeightUpdate:
