@@ -102,9 +102,10 @@ class SGLangRouter:
                 logger.warning(
                     "the router failed (%d of %d restarts used): the router %s", num_restarts, self.max_restarts, reason
                 )
-            raise RuntimeError(f"the router failed after all {self.max_restarts} restarts: the router {reason}")
+            failure = f"the router failed after all {self.max_restarts} restarts: the router {reason}"
+            self._failure = RuntimeError(failure)  # raised by `address`
         except Exception as error:
-            self._failure = error  # raised by `address`
+            self._failure = error
 
     def _run_process_until_exit(self) -> str:
         """Run one router process until it dies, hangs or is stopped. Return why it ended, with the tail of its log."""

@@ -314,20 +314,18 @@ class WeightUpdate:
         `accepted`; any other refusal raises EngineRefused."""
         try:
             answer = control.call_server(url, path, body, CALL_TIMEOUT)
-            if not answer.get("success", True):
-                raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
+            problem = f"the weight update failed: {url}{path} answered {answer.get('message')!r}"
+            refusal = None if answer.get("success", True) else EngineRefused(problem)
         except EngineRefused as error:
-            if accepted is None or accepted not in str(error):
-                raise
-            return False
-        return True
+            refusal = error
+        if refusal is not None and (accepted is None or accepted not in str(refusal)):
+            raise refusal
+        return refusal is None
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""
         futures = [self.pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        wait(futures)
         return [future.result() for future in futures]
 
 
