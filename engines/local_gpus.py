@@ -28,9 +28,8 @@ class GpuReading(NamedTuple):
     total_bytes: int = 0
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability (major, minor)
     joules: float | None = None  # energy since the driver was loaded; GPUs since Volta count it
-    usage: Mapping[str, float] = MappingProxyType(
-        {}
-    )  # memory, utilization and power, under MLflow's names of these metrics
+    # memory, utilization and power, under MLflow's names of these metrics
+    usage: Mapping[str, float] = MappingProxyType({})
 
 
 def visible_gpu_bytes() -> list[int]:

@@ -9,7 +9,7 @@ from penstock.flows.commands.stored_evals import find_evaluations_of_version
 from penstock.flows.options.argv import parse_number, short_repr, split_args
 from penstock.flows.runtime.runs import open_named_store
 from penstock.flows.terminal.console import print_table
-from penstock.stages.eval.scores import Gate, check_gate
+from penstock.stages.eval.scores import Gate, gate_conditions
 from penstock.storage.champions import Decision, Policy, read_decisions, record_decision
 from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError, check_rules
@@ -115,7 +115,7 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
     if current == candidate:
         return next(d for d in reversed(decisions) if d.action == "promoted" and d.candidate == candidate)
     of_champion = find_evaluations_of_version(store, current.name)[1] if current else None
-    conditions = tuple(check_gate(store, gate, evaluations, of_champion))
+    conditions = tuple(gate_conditions(store, gate, evaluations, of_champion))
     holds = all(condition.holds for condition in conditions)
     decision = Decision(
         action="promoted" if holds or force else "refused",

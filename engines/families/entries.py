@@ -142,15 +142,16 @@ def check_not_hub_id(flag: str, path: str | Path) -> None:
         )
 
 
-def check_not_gguf(model: Path) -> None:
-    """Raise ModelError if `model`, which has no config.json, is a GGUF file or a directory with one."""
+def describe_gguf(model: Path) -> str:
+    """Return an error message if `model`, which has no config.json, is a GGUF file or a directory with one; else ""."""
     files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
-    if files:
-        raise ModelError(
-            f"{files[0]} is GGUF, but Penstock needs config.json, *.safetensors and the tokenizer: download the model "
-            "that it was made from, or write its weights with transformers (from_pretrained(DIRECTORY, gguf_file=NAME) "
-            "and save_pretrained) and add that model's tokenizer"
-        )
+    if not files:
+        return ""
+    return (
+        f"{files[0]} is GGUF, but Penstock needs config.json, *.safetensors and the tokenizer: download the model that "
+        "it was made from, or write its weights with transformers (from_pretrained(DIRECTORY, gguf_file=NAME) and "
+        "save_pretrained) and add that model's tokenizer"
+    )
 
 
 def read_config(path: Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
@@ -160,10 +161,8 @@ def read_config(path: Path, flag: str = "--hf-checkpoint") -> dict[str, Any]:
     directory = path.parent
     check_not_hub_id(flag, directory)
     if not path.exists():
-        check_not_gguf(directory)
-        raise ModelError(
-            f"{path} does not exist: give {flag} a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
-        )
+        missing = f"give {flag} a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+        raise ModelError(describe_gguf(directory) or f"{path} does not exist: {missing}")
     for file in sorted(directory.iterdir()):
         try:
             status = file.stat()

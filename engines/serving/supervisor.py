@@ -159,10 +159,8 @@ class Supervisor:
                     if replica.weight_version() != self.version:
                         self.publish([url])
                 break
-            except ClusterLost:
-                raise
             except ConnectionError as error:
-                if replica.generates_tokens(self.health.timeout):
+                if isinstance(error, ClusterLost) or replica.generates_tokens(self.health.timeout):
                     raise
                 cause = f"{error}\n{replica.exit_report()}"
         self._set_live({**self._live, replica.index: url})

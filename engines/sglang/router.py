@@ -102,9 +102,10 @@ class SGLangRouter:
                 logger.warning(
                     "the router failed (%d of %d restarts used): the router %s", num_restarts, self.max_restarts, reason
                 )
-            raise RuntimeError(f"the router failed after all {self.max_restarts} restarts: the router {reason}")
+            failure = f"the router failed after all {self.max_restarts} restarts: the router {reason}"
+            self._failure = RuntimeError(failure)  # raised by `address`
         except Exception as error:
-            self._failure = error  # raised by `address`
+            self._failure = error
 
     def _run_process_until_exit(self) -> str:
         """Run one router process until it dies, hangs or is stopped. Return why it ended, with the tail of its log."""
@@ -137,7 +138,7 @@ class SGLangRouter:
             ):
                 self._changed.clear()
                 try:
-                    in_sync = self._check_and_update_engine_list(url)
+                    in_sync = self._update_engine_list(url)
                     answered = time.monotonic()
                 except (EngineGone, RuntimeError) as error:
                     logger.debug("could not update the router's list of engines, retrying: %s", error)
@@ -151,7 +152,7 @@ class SGLangRouter:
             process.kill()
             process.wait()
 
-    def _check_and_update_engine_list(self, router_url: str) -> bool:
+    def _update_engine_list(self, router_url: str) -> bool:
         """Register the live engines with the router at `router_url`, and remove all other engines from its list.
         Return whether the router already listed exactly the live engines."""
         engines = self._engines

@@ -34,7 +34,6 @@ from penstock.engines.sglang.weight_update import (
     FlatBucket,
     NamedTensor,
     WeightUpdate,
-    check_shared_memory,
     split_into_buckets,
 )
 from penstock.engines.weights.fp8_blocks import quantize_weights
@@ -117,7 +116,13 @@ class WeightSender:
         ranks, this rank among them, to one pickled memory handle per rank of the server."""
         shared = {url: route.senders for url, route in routes.items() if len(set(route.senders)) > 1}
         for bucket, last in split_into_buckets(named, bucket_bytes):
-            check_shared_memory(bucket)
+            if bucket[0][1].device.type == "cpu":  # full shared memory would kill this process with SIGBUS
+                needed, free = sum(tensor.nbytes for _, tensor in bucket), shutil.disk_usage("/dev/shm").free
+                if needed > free:
+                    raise EngineError(
+                        f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: "
+                        "enlarge /dev/shm (docker run --shm-size), or give --update-weight-transport disk"
+                    )
             flat, handles = FlatBucket(bucket), dict[str, list[str]]()
             for url, senders in shared.items():
                 if self._rank in senders:

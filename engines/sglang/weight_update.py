@@ -16,7 +16,6 @@ import base64
 import hashlib
 import itertools
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -164,18 +163,6 @@ class FlatBucket:
         del self.flat
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
-
-
-def check_shared_memory(bucket: list[NamedTensor]) -> None:
-    """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS."""
-    if bucket[0][1].device.type != "cpu":
-        return
-    needed, free = sum(tensor.nbytes for _, tensor in bucket), shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise EngineError(
-            f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: enlarge "
-            "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
-        )
 
 
 class WeightUpdate:
@@ -327,20 +314,18 @@ class WeightUpdate:
         `accepted`; any other refusal raises EngineRefused."""
         try:
             answer = control.call_server(url, path, body, CALL_TIMEOUT)
-            if not answer.get("success", True):
-                raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
+            problem = f"the weight update failed: {url}{path} answered {answer.get('message')!r}"
+            refusal = None if answer.get("success", True) else EngineRefused(problem)
         except EngineRefused as error:
-            if accepted is None or accepted not in str(error):
-                raise
-            return False
-        return True
+            refusal = error
+        if refusal is not None and (accepted is None or accepted not in str(refusal)):
+            raise refusal
+        return refusal is None
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""
         futures = [self.pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        wait(futures)
         return [future.result() for future in futures]
 
 

@@ -14,12 +14,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 
 from penstock.engines.families import tensor_layout
-from penstock.engines.families.entries import check_not_gguf
+from penstock.engines.families.entries import describe_gguf
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.storage.errors import ModelError, check_rules
@@ -132,10 +132,8 @@ def weight_files(directory: Path) -> list[Path]:
     elif (directory / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
-        check_not_gguf(directory)
-        raise ModelError(
-            f"{directory} has neither model.safetensors nor {INDEX}: save the model with `save_pretrained`"
-        )
+        missing_files = f"{directory} has neither model.safetensors nor {INDEX}: save the model with `save_pretrained`"
+        raise ModelError(describe_gguf(directory) or missing_files)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(
@@ -200,7 +198,7 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
     for name in layout.hf_shapes:
         location = tensors[name].location
         if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
-            raise unsupported_dtype_error(location, name)
+            refuse_dtype(location, name)
     check_first_values(stored)
 
 
@@ -234,9 +232,9 @@ def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) 
         )
 
 
-def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
-    """Return the error for a tensor whose dtype or quantization is not supported."""
-    return ModelError(
+def refuse_dtype(location: TensorLocation, name: str) -> NoReturn:
+    """Raise the error for a tensor whose dtype or quantization is not supported."""
+    raise ModelError(
         f"{location.path}: {name} is stored as {location.dtype}, but Penstock reads {', '.join(READABLE)}, and F8_E4M3 "
         f"with scales ({name + SCALE}) and weight_block_size in config.json: use an unquantized checkpoint"
     )

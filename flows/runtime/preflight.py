@@ -57,7 +57,7 @@ from penstock.stages.rollout.data_rounds import load_rollout_file
 from penstock.stages.rollout.plugins.rollout_function import check_rollout_functions
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
 from penstock.stages.rollout.prompts.prompt_files import read_column_names
-from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer, check_vocabulary
 from penstock.stages.torch_files import fill_template
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
@@ -543,8 +543,7 @@ def check_teacher(config: PostTrainConfig) -> None:
     policy, tokenizer = (
         PromptTokenizer(directory, apply_chat_template=False) for directory in (config.convert.hf_checkpoint, path)
     )
-    check_vocabulary(tokenizer, teacher.vocab_size, path)
-    check_same_tokens(policy, tokenizer, path)
+    check_vocabulary(tokenizer, teacher.vocab_size, path, policy)
 
 
 def fp8_warning(config: PostTrainConfig) -> Iterator[str]:

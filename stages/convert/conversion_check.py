@@ -125,38 +125,39 @@ def verify_conversion(
     """
     converted = TorchDistWeights(directory, checkpoint)
 
-    def check_parameter(name: str) -> list[tuple[str, int]]:
+    def compare_parameter(name: str) -> list[tuple[str, int]]:
         with converted.open_parameter(name) as parameter:
             tensors = layout.to_hf(name, parameter)
             for hf_name, tensor in tensors:
-                check_bits_equal_source(hf_name, weights, tensor)
+                if difference := difference_from_source(hf_name, weights, tensor):
+                    raise ModelError(f"{hf_name} {difference}")
                 on_bytes(tensor.nbytes)
             return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
 
-    sizes = dict(
-        entry for entries in map_in_threads(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
-    )
+    results = map_in_threads(compare_parameter, layout.megatron_names(), NUM_THREADS)
+    sizes = dict(entry for entries in results for entry in entries)
     assert sizes.keys() == layout.hf_shapes.keys()
     return ConversionReport(len(sizes), sum(sizes.values()))
 
 
-def check_bits_equal_source(name: str, weights: HFWeights, tensor: Tensor) -> None:
-    """Raise ModelError unless `tensor` has the dtype, shape and bits of the source tensor `name`. Bits are compared,
-    not values: a NaN equals itself, and -0.0 differs from 0.0."""
+def difference_from_source(name: str, weights: HFWeights, tensor: Tensor) -> str:
+    """Return how `tensor` differs from the source tensor `name` in dtype, shape or bits, or "" if it does not. Bits are
+    compared, not values: a NaN equals itself, and -0.0 differs from 0.0."""
     info, at = weights.info[name], 0
     if (info.dtype, info.shape) != (tensor.dtype, tuple(tensor.shape)):
-        raise ModelError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)} after conversion to Megatron and back, but {info.dtype} "
+        return (
+            f"is {tensor.dtype} {list(tensor.shape)} after conversion to Megatron and back, but {info.dtype} "
             f"{list(info.shape)} in the source: please report this as a bug"
         )
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     for chunk in weights.read_rows(name):
         if not np.array_equal(content[at : at + len(chunk)], np.frombuffer(chunk, dtype=np.uint8)):
-            raise ModelError(
-                f"{name} has different bits after conversion to Megatron and back: check disk and memory, or "
-                "report this as a bug"
+            return (
+                "has different bits after conversion to Megatron and back: check disk and memory, or report this as a "
+                "bug"
             )
         at += len(chunk)
+    return ""
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------

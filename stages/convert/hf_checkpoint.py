@@ -14,6 +14,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from penstock.engines.weights.hf_headers import (
     SCALE,
     TensorLocation,
     block_size,
+    refuse_dtype,
     stored_tensors,
     unstack_experts,
-    unsupported_dtype_error,
     weight_files,
 )
 from penstock.storage.disk import hash_file, write_back
@@ -62,7 +63,7 @@ class TensorInfo:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-class HFWeights:
+class HFWeights(AbstractContextManager["HFWeights", None]):
     """The weights of a Hugging Face directory, or of some of its weight files (`files`), read on demand. Thread-safe.
     Use it as a context manager, because it keeps files open."""
 
@@ -80,9 +81,6 @@ class HFWeights:
         self._scales = self._pop_fp8_scales(block)
         self._open: dict[Path, mmap.mmap] = {}
         self._opening = threading.Lock()
-
-    def __enter__(self) -> HFWeights:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._open.clear()  # a file is unmapped when no memoryview refers to it
@@ -161,7 +159,7 @@ class HFWeights:
         for name in quantized:
             location, shape, scales = self.locations[name], self.info[name].shape, self.info.get(name + SCALE)
             if location.dtype != "F8_E4M3" or scales is None or len(shape) != 2 or block is None:
-                raise unsupported_dtype_error(location, name)
+                refuse_dtype(location, name)
             if scales.shape != scale_shape(shape, block):
                 raise ModelError(
                     f"{location.path}: {name + SCALE} has shape {list(scales.shape)}, but a weight of shape "
@@ -247,7 +245,7 @@ def plan_shards(groups: Sequence[list[NamedTensor]], shard_bytes: int) -> list[S
     return [Shard(name, part) for name, part in zip(names, parts, strict=True)]
 
 
-class ShardFile:
+class ShardFile(AbstractContextManager["ShardFile", None]):
     """A safetensors file to which the tensors of a shard are written, in any order. Used as a context manager."""
 
     def __init__(self, path: Path, shard: Shard) -> None:
@@ -271,9 +269,6 @@ class ShardFile:
         self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
         self._file.write(header)
         self._written_back = 0  # file position up to which the kernel was told to write to the disk
-
-    def __enter__(self) -> ShardFile:
-        return self
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
         self._file.close()

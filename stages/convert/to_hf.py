@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -89,7 +89,7 @@ class ExportFile:
         return self.shard.num_bytes
 
 
-class ExportPlan:
+class ExportPlan(AbstractContextManager["ExportPlan", None]):
     """The plan of a Hugging Face export. A context manager: it keeps the safetensors files open from which it copies
     the tensors that Megatron's model does not have (multi-token prediction).
 
@@ -124,9 +124,6 @@ class ExportPlan:
         remaining = iter(names)
         self.files = [ExportFile(shard, tuple(next(remaining) for _ in shard.groups)) for shard in self.shards]
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
-
-    def __enter__(self) -> ExportPlan:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self.carried:

@@ -93,11 +93,8 @@ class SourceHash:
     """A work item: hash one weight file of the source."""
 
     path: Path
+    name: str
     num_bytes: int = 0  # progress counts written bytes only
-
-    @property
-    def name(self) -> str:
-        return f"hash-{self.path.name}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) ->
         last_file = max(files[weights.locations[rows.name].path] for piece in unit.slices for rows in piece.rows)
         order.append((last_file, 1, unit))
     if with_hashes:
-        order += [(index, 0, SourceHash(path)) for path, index in files.items()]
+        order += [(index, 0, SourceHash(path, f"hash-{path.name}")) for path, index in files.items()]
     return [item for _, _, item in sorted(order, key=lambda entry: entry[:2])]
 
 
@@ -269,7 +266,7 @@ def finish_conversion(
         },
     )
     if verify or check_logits:
-        commit = _check_result(work, commit, verify, check_logits, on_progress)
+        commit = _compare_with_source(work, commit, verify, check_logits, on_progress)
     identity = conversion_identity(source_fingerprint, work.shape, bool(carried), work.options.names)
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
@@ -296,7 +293,7 @@ def _write_index(
     write_metadata(directory, checkpoint, spans, objects)
 
 
-def _check_result(
+def _compare_with_source(
     work: Conversion, commit: Commit, verify: bool, check_logits: bool, on_progress: OnBytes | None
 ) -> Commit:
     """Compare every tensor of the written checkpoint with its source, and its logits with those of transformers. Return

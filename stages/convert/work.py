@@ -87,10 +87,7 @@ class WorkItems(Generic[W]):
 
     def __init__(self, target: Target, items: Sequence[W]) -> None:
         self.target, self.items = target, items
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(item.num_bytes for item in self.items)
+        self.num_bytes = sum(item.num_bytes for item in items)
 
     def run(self, process: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
         """Run the unfinished items among `items[rank::num_ranks]`, in several threads.

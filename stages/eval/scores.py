@@ -26,8 +26,8 @@ the mean over these answers.
 
 `compare_rewards` is a paired comparison on the same prompts: the mean difference with its bootstrap interval. The
 bootstrap resamples the prompts' differences. The difficulty of a prompt cancels in its difference, so the interval is
-narrower than the intervals of the two evaluations suggest. `check_gate` uses it to decide on a promotion: the candidate
-must be better than the champion on one data set, and not worse on others.
+narrower than the intervals of the two evaluations suggest. `gate_conditions` uses it to decide on a promotion: the
+candidate must be better than the champion on one data set, and not worse on others.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class Gate:
     min_reward: float | None = None  # the mean reward of the first champion must be above this
 
 
-def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evaluations | None) -> list[Condition]:
+def gate_conditions(store: Store, gate: Gate, candidate: Evaluations, champion: Evaluations | None) -> list[Condition]:
     """Return every condition of a promotion with the measured numbers and whether it is met. `champion`: None if the
     model has no champion yet; then only `gate.min_reward` applies."""
     required = {gate.data_set: gate.margin} | {name: -tolerance for name, tolerance in gate.guards.items()}

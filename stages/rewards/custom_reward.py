@@ -138,7 +138,7 @@ class CheckedReward(NamedTuple):
 
 
 @lru_cache
-def check_custom_reward(
+def inspect_custom_reward(
     path: str,
     *,
     group_rm: bool,
@@ -146,7 +146,7 @@ def check_custom_reward(
     required_package: str | None = None,
     timeout: float,
 ) -> CheckedReward:
-    """Import a user-defined reward in a subprocess, and check its signature. Results are cached."""
+    """Import a user-defined reward in a subprocess, check its signature, and return what it is. Results are cached."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
     worker = WorkerProcess(prepare_check, options, start_seconds=timeout).start()
     try:

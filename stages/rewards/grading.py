@@ -23,7 +23,7 @@ from penstock.stages.rewards.custom_reward import (
     RewardCall,
     await_all,
     await_rewards_in_turn,
-    check_custom_reward,
+    inspect_custom_reward,
     load_custom_reward,
 )
 from penstock.stages.rewards.hub import (
@@ -147,7 +147,7 @@ class Grader(AbstractContextManager["Grader", None]):
             settings = self._settings_of_grading_process(sample)
             if settings is None or settings.custom_rm_path is None:
                 return False
-            reward = check_custom_reward(
+            reward = inspect_custom_reward(
                 settings.custom_rm_path,
                 group_rm=settings.group_rm,
                 rm_model_path=settings.rm_model_path,
@@ -166,7 +166,7 @@ def check_reward_options(options: RolloutConfig) -> str | None:
         get_checked_builtin_reward(options.rm_type, options.rm_url, options.reward_key)
     if options.custom_rm_path is None:
         return None
-    return check_custom_reward(
+    return inspect_custom_reward(
         options.custom_rm_path,
         group_rm=options.group_rm,
         rm_model_path=options.rm_model_path,

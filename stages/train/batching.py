@@ -198,12 +198,18 @@ def _read_top_k(table: pa.Table, batch: Batch, k: int) -> tuple[np.ndarray, np.n
 def _with_teacher_prompts(table: pa.Table, batch: Batch) -> Batch:
     """Return the samples after the prompts that the teacher sees. The trained tokens and their numbers are the same;
     samples without trained tokens are not changed."""
-    if "teacher_prompt_ids" not in table.column_names:
-        raise RunError(
-            "the rollout has no prompts for the teacher, because it was generated without --opd-self: start a new "
-            "run with --opd-self and --opd-hint-key"
-        )
-    offsets, prompts = list_column(table, "teacher_prompt_ids")
+    problem = (
+        "the rollout has no prompts for the teacher, because it was generated without --opd-self: start a new run with "
+        "--opd-self and --opd-hint-key"
+    )
+    if "teacher_prompt_ids" in table.column_names:
+        offsets, prompts = list_column(table, "teacher_prompt_ids")
+        lacking = np.flatnonzero((batch.num_trained_tokens > 0) & (np.diff(offsets) == 0)).tolist()
+        names = [table["sample_id"][row] for row in lacking[:1]]
+        advice = "which --opd-self needs: generate it from a prompt of --prompt-data"
+        problem = f"sample {names[0]} has no prompt for the teacher, {advice}" if names else ""
+    if problem:
+        raise RunError(problem)
     token_ids, masks = [], []
     for row, (start, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:])):
         prompt, tokens, mask = (
@@ -212,11 +218,6 @@ def _with_teacher_prompts(table: pa.Table, batch: Batch) -> Batch:
             batch.loss_mask[start:end],
         )
         if mask.any():
-            if not len(prompt):
-                raise RunError(
-                    f"sample {table['sample_id'][row]} has no prompt for the teacher, which --opd-self needs: "
-                    "generate it from a prompt of --prompt-data"
-                )
             first = int(mask.argmax())
             tokens = np.concatenate([prompt.astype(np.int64), tokens[first:]])
             mask = np.concatenate([np.zeros(len(prompt), bool), mask[first:]])

@@ -324,14 +324,14 @@ class TrainerGroup:
                     self.cluster.get(done[0])  # raises this rank's error; other ranks may be waiting in a collective
                 return [self.cluster.get(call) for call in calls]
             except ray.exceptions.RayError as error:
-                if isinstance(cause := getattr(error, "cause", None), FencedError):
-                    self._fenced, self._actors = cause, []
-                    raise cause from error
-                dead = _find_dead_rank(self.cluster, calls)
-                self.kill(actors)
                 failure = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-                if dead is not None:
-                    failure = RankDied(_death_message(self._ranks, dead, method, error))
+                if isinstance(failure, FencedError):
+                    self._fenced, self._actors = failure, []
+                else:
+                    dead = _find_dead_rank(self.cluster, calls)
+                    self.kill(actors)
+                    if dead is not None:
+                        failure = RankDied(_death_message(self._ranks, dead, method, error))
                 raise failure from error
             except BaseException:
                 self.kill(actors)

@@ -425,12 +425,12 @@ def _power(base: Value, exponent: Value) -> Value:
             raise ZeroDivisionError
         return Fraction(int(_is_zero(exponent)))
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length()) if abs(base) != 1 else 0
-        if bits * abs(exponent.numerator) > MAX_BITS:
-            raise ExpressionError(f"the power needs more than {MAX_BITS} bits")
-        return base ** (exponent.numerator if bits else exponent.numerator % 2)
-    base, exponent = _to_float(base), _to_float(exponent)
-    if abs(exponent) * (abs(mpmath.log(abs(base), 2)) + 1) > MAX_BITS:
+        exponent = exponent.numerator if abs(base) != 1 else exponent.numerator % 2
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    else:
+        base, exponent = _to_float(base), _to_float(exponent)
+        bits = abs(mpmath.log(abs(base), 2)) + 1
+    if bits * abs(exponent) > MAX_BITS:
         raise ExpressionError(f"the power needs more than {MAX_BITS} bits")
     return base**exponent
 
@@ -442,7 +442,7 @@ def _root(value: Value, degree: Value) -> Value:
     return _power(value, 1 / degree)
 
 
-def _check_factorials(*values: Value) -> bool:
+def _are_natural_numbers(*values: Value) -> bool:
     """Return whether the operands of a factorial or a binomial coefficient are natural numbers. Raises ExpressionError
     if one is too large."""
     if max(map(abs, values)) > _MAX_FACTORIAL:
@@ -452,13 +452,13 @@ def _check_factorials(*values: Value) -> bool:
 
 def _factorial(value: Value, step: int = 1) -> Value:
     """Return value!, or value!! with the step 2."""
-    if _check_factorials(value):
+    if _are_natural_numbers(value):
         return Fraction(math.prod(range(value.numerator, 0, -step)))
     return mpmath.gamma(value + 1) if step == 1 else mpmath.fac2(value)
 
 
 def _binomial(n: Value, k: Value) -> Value:
-    if _check_factorials(n, k):
+    if _are_natural_numbers(n, k):
         return Fraction(math.comb(n.numerator, k.numerator))
     return mpmath.binomial(n, k)
 

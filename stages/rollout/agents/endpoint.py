@@ -138,17 +138,16 @@ class OpenAIEndpoint:
         with a header that tells clients not to retry."""
         try:
             if request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-                raise web.HTTPForbidden(reason="the Host header is not 127.0.0.1 or localhost: use session.base_url")
+                problem = "the Host header is not 127.0.0.1 or localhost: use session.base_url"
+                return _error_response(403, problem, "invalid_request_error")
             if name := request.match_info.get("session"):  # else the path is unknown: `handler` raises HTTPNotFound
                 if (session := self._sessions.get(name)) is None:
-                    raise SessionClosed(
-                        "unknown session: the session is closed, or the URL is not the base_url of a session"
-                    )
+                    problem = "unknown session: the session is closed, or the URL is not the base_url of a session"
+                    return _error_response(503, problem, "server_error", "stopped")
                 scheme, _, key = request.headers.get("Authorization", "").partition(" ")
                 if scheme != "Bearer" or not secrets.compare_digest(key.encode(), session.api_key.encode()):
-                    raise web.HTTPUnauthorized(
-                        reason="the API key is missing or not the key of this session: give the client session.api_key"
-                    )
+                    problem = "the API key is missing or not the key of this session: give the client session.api_key"
+                    return _error_response(401, problem, "invalid_request_error")
                 request["session"] = session
             return await handler(request)
         except web.HTTPException as error:

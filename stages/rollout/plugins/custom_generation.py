@@ -180,7 +180,7 @@ class CustomGeneration:
         if self.handle.fault is not None:
             raise self.handle.fault
         return [
-            [_failed_copy(sample, part)] if isinstance(part, str) else self._checked_trajectory(sample, part, answers)
+            [_failed_copy(sample, part)] if isinstance(part, str) else self._to_plain_samples(sample, part, answers)
             for sample, part in zip(origins, parts)
         ]
 
@@ -200,7 +200,7 @@ class CustomGeneration:
             for sample in origins
         ]
 
-    def _checked_trajectory(self, origin: Sample, parts: Group, answers: list[EngineAnswer]) -> Group:
+    def _to_plain_samples(self, origin: Sample, parts: Group, answers: list[EngineAnswer]) -> Group:
         """Check and return the samples `parts` that the function returned for `origin`. If any part was aborted, return
         only `origin` with status aborted; a single aborted part is returned with its tokens if the function can
         continue it. `answers`: the engines' answers to requests that the function has sent itself."""
@@ -213,12 +213,12 @@ class CustomGeneration:
             try:
                 if isinstance(part, UserSample):
                     part.take_answers(answers)
-                samples.append(self._checked_part(origin, part, sample_id))
+                samples.append(self._to_plain_sample(origin, part, sample_id))
             except ValueError as error:
                 samples.append(replace(_failed_copy(origin, f"{self.name}: {error}"), sample_id=sample_id))
         return samples
 
-    def _checked_part(self, origin: Sample, part: Sample, sample_id: str) -> Sample:
+    def _to_plain_sample(self, origin: Sample, part: Sample, sample_id: str) -> Sample:
         """Check a sample that the function returned for `origin`; return it as a plain Sample with id `sample_id`, and
         group, trajectory, round and label of `origin`."""
         sample = replace(

@@ -262,11 +262,14 @@ def _samples_of_rows(
 def _read_columns(returned: Any, name: str) -> dict[str, list[Any]]:
     """Return the columns as lists. Raises PluginError if a column is unknown or missing, or if they differ in
     length."""
-    if not isinstance(returned, Mapping):
-        raise PluginError(f"{name} returned {type(returned).__name__}: return a dictionary of lists")
-    unknown = sorted(map(str, returned.keys() - {*REQUIRED, *OPTIONAL}))
-    missing = [column for column in REQUIRED if column not in returned]
+    given = returned.keys() if isinstance(returned, Mapping) else ()
+    unknown = sorted(map(str, {*given} - {*REQUIRED, *OPTIONAL}))
+    missing = [column for column in REQUIRED if column not in given]
     rules = [
+        (
+            not isinstance(returned, Mapping),
+            f"{name} returned {type(returned).__name__}: return a dictionary of lists",
+        ),
         (
             unknown,
             f"{name} returned {', '.join(unknown)}, which cannot be stored with the samples, so a replay would lack "

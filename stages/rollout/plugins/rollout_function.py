@@ -184,7 +184,7 @@ class RolloutFunctionCall:
         if self.handle.fault is not None:
             raise self.handle.fault
         metrics = numbers_of(getattr(returned, "metrics", None) or {}, self.name)
-        kept = [self._checked_group(group) for group in self._groups_of(returned, num_groups)]
+        kept = [self._to_plain_group(group) for group in self._groups_of(returned, num_groups)]
         await asyncio.gather(*(self.runner.grade(group) for group in kept))
         self.runner.count_generated([sample for group in kept for sample in group])
         buffered, dropped = self._unused({group[0].group_id for group in kept})
@@ -196,12 +196,12 @@ class RolloutFunctionCall:
         if self.data_set is not None:
             returned_samples, self.rewards = samples_of_evaluation(returned, self.data_set, self.name)
         samples = _flatten(returned_samples)
-        if strange := next((sample for sample in samples if not isinstance(sample, Sample)), None):
-            raise PluginError(f"{self.name} returned {type(strange).__name__}: return a list of groups of samples")
-        groups = group_by_group_id(samples)
+        strange = next((type(sample).__name__ for sample in samples if not isinstance(sample, Sample)), "")
+        groups = [] if strange else group_by_group_id(samples)
         ids = [group[0].group_id for group in groups]
         unknown = next((group_id for group_id in ids if group_id not in self.source.issued), None)
         rules = [
+            (strange, f"{self.name} returned {strange}: return a list of groups of samples"),
             (
                 unknown is not None,
                 f"{self.name} returned a sample with group_id {unknown!r}, which data_source.get_samples did not "
@@ -221,7 +221,7 @@ class RolloutFunctionCall:
         check_rules(rules, PluginError)
         return groups
 
-    def _checked_group(self, parts: list[Any]) -> Group:
+    def _to_plain_group(self, parts: list[Any]) -> Group:
         """Check the samples that the function returned for one group. Return plain samples with the ids that the
         samples had before the call. Raises PluginError."""
         origins = {sample.trajectory_id: sample for sample in self.source.issued[parts[0].group_id]}
@@ -236,19 +236,14 @@ class RolloutFunctionCall:
             origin, number = origins[part.trajectory_id], numbers[part.trajectory_id]
             numbers[part.trajectory_id] += 1
             try:
-                sample = self._checked_sample(origin, part)
+                sample = self._to_plain_sample(origin, part)
             except ValueError as error:
                 raise PluginError(f"{self.name}, sample {origin.sample_id}: {error}") from error
             sample.sample_id = f"{origin.sample_id}.{number}" if number else origin.sample_id
             group.append(sample)
         return group
 
-    def _checked_sample(self, origin: Sample, part: Sample) -> Sample:
-        if part.status in (Status.PENDING, Status.ABORTED):
-            raise PluginError(
-                f"its status is {part.status!s}: return only finished samples, and hand other groups back with "
-                "data_source.add_samples"
-            )
+    def _to_plain_sample(self, origin: Sample, part: Sample) -> Sample:
         sample = replace(
             checked_sample(part, origin.prompt_length),
             group_id=origin.group_id,
@@ -261,6 +256,11 @@ class RolloutFunctionCall:
         versions = getattr(part, "weight_versions", ())
         other = [version for version in versions if self.runner.round.policy_version_of(version) is None]
         rules = [
+            (
+                part.status in (Status.PENDING, Status.ABORTED),
+                f"its status is {part.status!s}: return only finished samples, and hand other groups back with "
+                "data_source.add_samples",
+            ),
             (
                 len(sample.token_ids) == origin.prompt_length,
                 "it has no response tokens: set `tokens`, `rollout_log_probs` and `loss_mask`",

@@ -239,16 +239,14 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     values = {name: getattr(sample, name) for name in NAMES}
     values["token_ids"] = _token_ids(sample)
     num_prompt = sample.prompt_length
-    try:
-        values["status"] = SampleStatus(sample.status)
-    except ValueError:
-        raise PluginError(f"the sample's status is {sample.status!r}: set one of {', '.join(SampleStatus)}") from None
-    if values["status"] is SampleStatus.PENDING:
-        values["status"] = SampleStatus.COMPLETED
     mask, logprobs = _mask_and_logprobs(sample)
     values["images"] = as_list(sample.images, "images")
     strange = [name for name in values["images"] if not (isinstance(name, str) and _DIGEST.fullmatch(name))]
     rules = [
+        (
+            sample.status not in [*SampleStatus],
+            f"the sample's status is {sample.status!r}: set one of {', '.join(SampleStatus)}",
+        ),
         (any(mask[:num_prompt]), "loss_mask is 1 on tokens of the prompt: set loss_mask to 0 on prompt tokens"),
         (
             strange,
@@ -265,11 +263,13 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     ]
     check_rules(rules, PluginError)
     (values["prompt"] + values["response"]).encode()  # raise for a lone surrogate here, not when the round is written
+    status = SampleStatus(sample.status)
+    values["status"] = SampleStatus.COMPLETED if status is SampleStatus.PENDING else status
     if sample.remove_sample:
         mask = [0] * len(mask)
     values["loss_mask"] = mask
     values["rollout_logprobs"] = [
-        _checked_logprob(logprob, position - num_prompt) if trained else 0.0
+        _to_logprob(logprob, position - num_prompt) if trained else 0.0
         for position, (trained, logprob) in enumerate(zip(mask, logprobs))
     ]
     values["metadata"] = _json_copy(sample.metadata)
@@ -345,7 +345,7 @@ def _pad_to_all_tokens(sample: UserSample, value: Any, untouched: list[Any], nam
     return [0] * (num_tokens - len(stream)) + stream
 
 
-def _checked_logprob(value: Any, position: int) -> float:
+def _to_logprob(value: Any, position: int) -> float:
     try:
         logprob = float(value)
     except (TypeError, ValueError):

@@ -354,13 +354,18 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         raise
     except Exception as error:
         raise PluginError(f"{name} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(samples, list) or not all(
+    are_samples = isinstance(samples, list) and all(
         isinstance(sample, Sample) for entry in samples for sample in (entry if isinstance(entry, list) else [entry])
-    ):
-        raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
-    groups = group_by_group_id(issue_new_samples(source, entry) for entry in samples)
-    if len(groups) != num_groups:
-        raise PluginError(f"{name} returned {len(groups)} groups: return exactly num_samples ({num_groups}) groups")
+    )
+    groups = group_by_group_id(issue_new_samples(source, entry) for entry in samples) if are_samples else []
+    rules = [
+        (not are_samples, f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample"),
+        (
+            len(groups) != num_groups,
+            f"{name} returned {len(groups)} groups: return exactly num_samples ({num_groups}) groups",
+        ),
+    ]
+    check_rules(rules, PluginError)
     num_samples = source.args.n_samples_per_prompt
     for group in groups:
         group_id, ids = group[0].group_id, {sample.sample_id for sample in group}

@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -235,18 +236,6 @@ def check_tokenizer(
     return tokenizer
 
 
-def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directory: str | Path) -> None:
-    """Check that the teacher's tokenizer has every token of the policy's under the same id; it may have further tokens.
-    Raises ModelError."""
-    ids = teacher.inner.get_vocab()
-    for token, id in policy.inner.get_vocab().items():
-        if ids.get(token) != id:
-            raise ModelError(
-                f"the teacher {directory} has the id {ids.get(token)} for the token {token[:40]!r}, but the policy has "
-                f"{id}, so the teacher would score other tokens: give a teacher with the policy's tokenizer"
-            )
-
-
 def read_token_ids(path: Path, name: str) -> list[int]:
     """Return the token ids of an entry of config.json or generation_config.json: a number, a list of numbers, or null.
     The file may be missing. Raises ModelError."""
@@ -263,10 +252,13 @@ def read_token_ids(path: Path, name: str) -> list[int]:
     return ids
 
 
-def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
+def check_vocabulary(
+    tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path, policy: PromptTokenizer | None = None
+) -> None:
     """Check that the model has an embedding for every token of the tokenizer, and for the tokens that the model's
-    configuration names, and that tokenizer.json has the ids that the tokenizer uses. Warn if the tokenizer's end token
-    does not end a generation. Raises ModelError."""
+    configuration names, and that tokenizer.json has the ids that the tokenizer uses. With `policy`, the tokenizer is a
+    teacher's, and must have every token of the policy's under the same id; it may have further tokens. Warn if the
+    tokenizer's end token does not end a generation. Raises ModelError."""
     used: dict[str, int] = tokenizer.inner.get_vocab()
     token, largest = max(used.items(), key=lambda entry: entry[1], default=("", -1))
     ids = [(f"the tokenizer in {directory} has token id {largest} ({token[:40]!r})", largest)]
@@ -294,7 +286,15 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
         )
         for token, written in ((entry["content"], entry["id"]) for entry in added or ())
     ]
-    check_rules(rules, ModelError)
+    policy_rules = (
+        (
+            used.get(token) != id,
+            f"the teacher {directory} has the id {used.get(token)} for the token {token[:40]!r}, but the policy has "
+            f"{id}, so the teacher would score other tokens: give a teacher with the policy's tokenizer",
+        )
+        for token, id in (policy.inner.get_vocab().items() if policy else ())
+    )
+    check_rules(chain(rules, policy_rules), ModelError)
     if end_ids and tokenizer.inner.eos_token_id not in end_ids:
         logger.warning(
             "the tokenizer in %s ends a turn with %r (id %s), but config.json and generation_config.json name %s: "
