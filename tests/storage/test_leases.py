@@ -30,7 +30,7 @@ KEYS = RunKeys("r")
 PREFIX = KEYS.rollout_prefix(0)
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def store(request: pytest.FixtureRequest, store_of: Callable[[str], Store]) -> Store:
     return store_of(request.param)
 
@@ -266,6 +266,7 @@ def test_a_writer_that_fails_leaves_no_lease(store: Store) -> None:
         assert store.exists(lease_key(attempt))
         _ = 1 / 0
     assert not store.exists(lease_key(attempt)) and not store.exists(claim_key(attempt))
+    assert store.committed(PREFIX) is None and store.committed_indices(f"{KEYS.prefix}/rollouts") == []
 
 
 def test_the_loser_of_a_race_leaves_no_lease_and_its_files_are_orphans(store: Store) -> None:

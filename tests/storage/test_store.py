@@ -34,7 +34,7 @@ def read(store: Store, commit: Commit) -> bytes:
         return (directory / "deep" / "part").read_bytes()
 
 
-@pytest.fixture(params=["local", "memory", "s3", "faulty_s3"])
+@pytest.fixture(params=["local", "memory", "faulty_s3"])
 def store(request: pytest.FixtureRequest, store_of: Callable[[str], Store]) -> Store:
     return store_of(request.param)
 
@@ -58,21 +58,6 @@ def test_a_hash_of_the_writer_is_recorded_without_reading_the_file(store: Store)
         out.hashes = {"deep/part": "hash of the writer"}
     recorded = {file.path.removeprefix(f"{attempt}/"): file.xxh3 for file in out.files}
     assert recorded == {"deep/part": "hash of the writer", "other": xxhash.xxh3_128_hexdigest(b"data")}
-
-
-def test_the_loser_of_a_race_adopts_the_winners_commit(store: Store) -> None:
-    winner = write(store, KEYS.rollout_prefix(0), b"first")
-    loser = write(store, KEYS.rollout_prefix(0), b"second")
-    assert loser == winner
-    assert read(store, loser) == b"first"
-
-
-def test_files_without_a_commit_are_invisible_to_readers(store: Store) -> None:
-    with pytest.raises(RuntimeError, match="killed"), store.writing(store.new_attempt(KEYS.rollout_prefix(0))) as out:
-        (out.path / "part").write_bytes(b"half")
-        raise RuntimeError("killed")
-    assert store.committed(KEYS.rollout_prefix(0)) is None
-    assert store.committed_indices(f"{KEYS.prefix}/rollouts") == []
 
 
 @pytest.mark.parametrize(
@@ -189,14 +174,14 @@ def _race(
 
 def test_all_processes_of_a_race_agree_on_one_winner(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    barrier, queue = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_race, args=(str(tmp_path), barrier, writer, queue)) for writer in range(3)]
+    barrier, queue = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_race, args=(str(tmp_path), barrier, writer, queue)) for writer in range(2)]
     for process in processes:
         process.start()
     seen = dict(queue.get(timeout=60) for _ in processes)
     for process in processes:
         process.join()
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
     store = Store(str(tmp_path))
     assert [store.committed(KEYS.step_prefix(i)).state["writer"] for i in range(40)] == seen[0]  # type: ignore[union-attr]
     assert not list(tmp_path.rglob("*.tmp"))
