@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.flows.commands import maintenance
 from penstock.storage import objects
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
@@ -15,6 +16,12 @@ from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faulty import KINDS, FaultyProxy
+
+
+@pytest.fixture(autouse=True)
+def keep_files_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `penstock gc --delete` not look for files of dead processes of this machine."""
+    monkeypatch.setattr(maintenance, "find_files_of_dead_processes", lambda: [])
 
 
 @pytest.fixture

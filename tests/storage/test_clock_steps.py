@@ -20,7 +20,7 @@ from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 KEY = f"{KEYS.prefix}/drivers/x.lease"
-STEPS = [-86400.0, -3600.0, -60.0, 60.0, 3600.0, 86400.0]  # seconds by which the clock jumps
+STEPS = [-86400.0, -60.0, 60.0, 86400.0]  # seconds by which the clock jumps
 Change = Callable[[dict], dict]
 
 
@@ -51,13 +51,13 @@ def test_dead_holder_in_another_container_of_this_machine_loses_its_lease(store:
     assert describe_live_drivers(store, KEYS) == []
 
 
-@pytest.mark.parametrize("step", [*STEPS, 0.0])
-def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store, step: float) -> None:
+def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store) -> None:
     program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
     program += "; import os; Lease(Store(sys.argv[1]), sys.argv[2]).take(); os._exit(0)"
     subprocess.run([sys.executable, "-c", program, store.root, KEY], check=True, cwd=Path(__file__).parents[2])
-    step_clock(store, step)
-    assert describe_live_drivers(store, KEYS) == []
+    for step in (*STEPS, 0.0):
+        step_clock(store, step)
+        assert describe_live_drivers(store, KEYS) == [], step
 
 
 @pytest.mark.parametrize(("step", "is_alive"), [(-86400.0, False), (-60.0, True), (60.0, True), (86400.0, False)])

@@ -70,7 +70,7 @@ def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store)
     assert audit_run(store, RunKeys("other")).problems == []
 
 
-@pytest.mark.parametrize("words", [[], ["r", "s"], ["../other"], ["ghost"], ["a/b"], ["", "--yes", ""]])
+@pytest.mark.parametrize("words", [["r", "s"], ["../other"], ["ghost"], ["", "--yes", ""]])
 def test_an_unknown_run_is_refused(store: Store, words: list[str]) -> None:
     before = files(store)
     with pytest.raises((RunError, OptionError)):
@@ -157,7 +157,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
     whole = len(files(store, KEYS.prefix))
     config = config_of(store, tmp_path / "data.jsonl")
     shutil.copytree(store.root, tmp_path / "kept")
-    for left in (1, 2, whole // 2, whole + 1):  # the first change marks the run as removed
+    for left in (1, whole // 2, whole + 1):  # the first change marks the run as removed
         shutil.rmtree(store.root)
         shutil.copytree(tmp_path / "kept", store.root)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
