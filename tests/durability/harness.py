@@ -82,9 +82,7 @@ class World:
             "PREFECT_HOME": str(root / "prefect"),
             "XDG_STATE_HOME": str(root / "state"),
             "OMP_NUM_THREADS": "1",
-            VARIABLE: str(
-                root / "faults"
-            ),  # also for an existing Ray cluster, where ranks are not the driver's children
+            VARIABLE: str(root / "faults"),  # also of a standing Ray cluster, where ranks are not the driver's children
         }
         (root / "faults").mkdir()
         self.environment.pop("PREFECT_API_URL", None)
@@ -335,20 +333,13 @@ class Pipeline:
         kill(victims)
         if target == "mlflow":
             self.world.start_mlflow()
+        if target in ("driver", "tree", "driver, standing Ray"):
+            self.wait(30)
         if target in ("driver", "tree"):
-            assert self._process is not None
-            self._process.wait(30)
             # Ray's two agents retry for a minute to reach their dead server before they exit.
-            others = [
-                process
-                for process, words in everything.items()
-                if not words.startswith(RAY_AGENTS) and process.pid != self.pid
-            ]
-            _, alive = psutil.wait_procs(others, timeout=30)
+            waiting = [process for process, words in everything.items() if not words.startswith(RAY_AGENTS)]
+            _, alive = psutil.wait_procs([process for process in waiting if process.pid != self.pid], timeout=30)
             assert not alive, f"outlived their killed driver: {[everything[process] for process in alive]}"
-        if target == "driver, standing Ray":
-            assert self._process is not None
-            self._process.wait(30)
         return len(victims)
 
     def victims(self, target: str) -> list[psutil.Process]:  # noqa: C901, a row per target
