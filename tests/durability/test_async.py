@@ -13,7 +13,6 @@ from soak import soak
 from penstock.storage.commit import Commit
 from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.run_record import read_starts
-from penstock.storage.samples.shards import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
@@ -144,49 +143,3 @@ def test_asynchronous_run_killed_at_random_times_loses_nothing(world: World) -> 
     assert last == "Completed" and len(crashed) == pipeline.num_starts - 1
     results = verdict(pipeline, mode)
     assert results["replayed_rounds"] == rounds and results["num_samples"] == rounds * 8 * 4
-
-
-REWARD = """
-import zlib
-
-async def reward_func(args, sample, **kwargs):
-    return float(zlib.crc32(sample.response.encode()) % 2)
-"""
-REPRODUCIBLE = """--rollout-top-k 1 --rollout-batch-size 32 --n-samples-per-prompt 1
-    --advantage-estimator reinforce_plus_plus --normalize-advantages"""
-
-
-@pytest.mark.full
-def test_no_rollout_ahead_gives_the_weights_of_the_synchronous_run(world: World) -> None:
-    """K = 0 and N = 1 is the synchronous loop, bit for bit. Responses are greedy, because engines sample reproducibly
-    only on GPUs; even so their log-probs differ in the last bits."""
-    (world.root / "reward.py").write_text(REWARD)
-    flags = [*tiny_flags(world, 3, "plain"), *REPRODUCIBLE.split(), "--custom-rm-path", f"{world.root}/reward.py"]
-    del flags[flags.index("--rm-type") : flags.index("--rm-type") + 2]
-    runs = []
-    for name, further in (("default", []), ("zero", ["--async-buffer-size", "0"])):
-        pipeline = Pipeline(world, name, str(world.root / "store"), [*flags, *further])
-        pipeline.start()
-        assert pipeline.wait() == 0, pipeline.tail()
-        runs.append(pipeline)
-    synchronous, asynchronous = (rounds_of(pipeline, 3) for pipeline in runs)
-    assert [(commit.kind, commit.index) for commit in asynchronous] == [(c.kind, c.index) for c in synchronous]
-    for a, b in zip(synchronous, asynchronous):
-        assert a.policy_version == b.policy_version
-        assert a.state.get("digest") == b.state.get("digest"), f"{a.kind} {a.index}"
-    responses = [
-        [(sample.sample_id, sample.token_ids, sample.reward) for sample in read_samples(pipeline.store, commit)]
-        for pipeline, commits in zip(runs, (synchronous, asynchronous))
-        for commit in commits
-        if commit.kind == "rollout"
-    ]
-    assert responses[:3] == responses[3:]
-    assert {reward for _, _, reward in responses[0]} == {0.0, 1.0}, "the weights change"
-
-
-def rounds_of(pipeline: Pipeline, rounds: int) -> list[Commit]:
-    """Return the commits of rollouts and steps, in the order of their creation."""
-    keys = [key(r) for r in range(rounds) for key in (pipeline.keys.rollout_prefix, pipeline.keys.step_prefix)]
-    commits = [commit for key in keys if (commit := pipeline.store.committed(key)) is not None]
-    assert len(commits) == 2 * rounds
-    return sorted(commits, key=lambda commit: commit.created_at)
