@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -57,6 +58,11 @@ MODES = {  # options of `penstock train`, and the limit of the staleness of trai
 }
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+# Sizes of the model on a GPU, and further options that a machine's SGLang needs, for instance --engine-pythonpath.
+GPU_MODEL: dict[str, Any] = dict(
+    hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960
+)
+GPU_OPTIONS = ("--deterministic-mode", *shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", "")))
 START_TIMEOUT = 600.0  # seconds; only a service that hangs exceeds it
 REACH_TIMEOUT = END_TIMEOUT = 900.0  # a run hangs, on any machine
 
@@ -381,9 +387,9 @@ class Pipeline:
         keys = [commit_key(prefix) for prefix in committed_prefixes(self.store, self.keys)]
         return {key: data for key in keys if (data := self.store.read(key)) is not None}
 
-    def check(self, hashes: bool = True) -> dict[str, int]:
+    def check(self) -> dict[str, int]:
         """Check that nothing was lost or done twice, by the audit. Return its counts."""
-        result = audit_run(self.store, self.keys, verify_hashes=hashes)
+        result = audit_run(self.store, self.keys)
         assert not result.problems, "\n".join(result.problems)
         return {name: value for name, value in vars(result).items() if name.startswith("num_")}
 
