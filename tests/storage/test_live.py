@@ -14,7 +14,7 @@ from run_records import run_json
 
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history import run_status
-from penstock.storage.history.run_record import Start, record_end, record_start
+from penstock.storage.history.run_record import Start, record_start
 from penstock.storage.history.run_status import CommitFeed, RunStatus
 from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.report import live
@@ -245,23 +245,20 @@ def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.Mo
     lease, run = Lease(store, new_driver_lease_key(KEYS)).take(), live_run(store)
     record_start(store, KEYS, Start())
     write_status(store, phase="stopping")
-    assert answer(run)["state"]["kind"] == "silent"  # the lease says that the driver is alive
-    assert answer(run)["status"]["phase"] == "stopping" and answer(run)["is_current"]
-    lease.release()
     shown = answer(run)
-    assert shown["state"]["kind"] == "killed" and not shown["is_current"]
+    assert (shown["state"]["kind"], shown["status"]["phase"], shown["is_current"]) == ("silent", "stopping", True)
+    lease.release()
     commit_rollout(store, 0, created_at=time.time() + 100)
     answer(run)
-    assert answer(run)["state"]["since"] > time.time() + 50  # a commit is a sign of life, too
+    shown = answer(run)
+    assert shown["state"]["kind"] == "killed" and not shown["is_current"]
+    assert shown["state"]["since"] > time.time() + 50, "a commit is a sign of life, too"
     lease = Lease(store, new_driver_lease_key(KEYS)).take()
-    record_start(store, KEYS, Start())  # resumed: the status is that of the start before
-    assert answer(run)["state"]["kind"] == "running" and answer(run)["state"]["num_starts"] == 2
-    assert not answer(run)["is_current"]
-    record_end(store, KEYS, 1, "FINISHED")
+    record_start(store, KEYS, Start())
+    shown = answer(run)
+    assert (shown["state"]["kind"], shown["state"]["num_starts"]) == ("running", 2)
+    assert not shown["is_current"], "the status is that of the start before"
     lease.release()
-    assert answer(run)["state"] | {"since": 0} == {
-        **{"kind": "ended", "outcome": "FINISHED", "driver": "", "since": 0, "num_starts": 2}
-    }
 
 
 def test_status_that_changes_is_fresh_whatever_its_clock_says(store: Store) -> None:
@@ -272,13 +269,6 @@ def test_status_that_changes_is_fresh_whatever_its_clock_says(store: Store) -> N
     write_status(store, at=105.0)
     assert answer(run)["state"]["kind"] == "running"
     lease.release()
-
-
-def test_damaged_status_hides_nothing_else(store: Store) -> None:
-    commit_round(store, 0)
-    store.replace(KEYS.status, b'{"record_version": 9}')
-    shown = answer(live_run(store))
-    assert shown["status"] is None and shown["header"]["num_rounds"] == 1
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
