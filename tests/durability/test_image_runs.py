@@ -1,4 +1,4 @@
-"""Kills, replay, fork and audit of runs whose prompts have images."""
+"""Kills, replay and audit of runs whose prompts have images."""
 
 from __future__ import annotations
 
@@ -79,18 +79,3 @@ def test_kills_of_a_run_with_images_on_a_faulty_object_store(pictures: World) ->
     assert verdict(pipeline)["replayed_rounds"] == 4
     check_images(pipeline, 4)
     penstock("verify", "images", *pipeline.place, env=pictures.environment)
-
-
-@pytest.mark.full
-def test_fork_of_a_run_with_images_shares_them_and_replays_bit_for_bit(pictures: World) -> None:
-    base = Pipeline(pictures, "base", str(pictures.root / "store"), flags_of(pictures, 3))
-    base.run_until(lambda: False)
-    fork_words = ["fork", "base", "--at", "2", "--name", "other", "--rollout-seed", "8"]
-    penstock(*fork_words, *base.place, env=pictures.environment)
-    penstock("resume", "other", *base.place, env=pictures.environment)
-    fork = Pipeline(pictures, "other", str(pictures.root / "store"), ())
-    fork.check()
-    assert fork.replay() == 3
-    check_images(fork, 3)
-    blobs = [[run.store.committed(run.keys.rollout_prefix(n)).blobs for n in range(3)] for run in (base, fork)]
-    assert blobs[0][:2] == blobs[1][:2]
