@@ -104,12 +104,12 @@ def test_a_create_with_a_lost_response_succeeds_only_for_its_own_content(faulty_
     with faulty_s3(rate=0.0, kinds={"lost"}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         proxy.rate = 1.0
-        for index in range(5):
-            proxy.limit = index + 1  # so many answers are lost, one after another
-            assert store.create(f"mine/{index}", b"mine")
-            assert not store.create(f"mine/{index}", b"another's")
-            assert store.read(f"mine/{index}") == b"mine"
-        assert proxy.counts["lost"] == 15
+        for limit in (1, 5):
+            proxy.limit = limit  # so many answers are lost, one after another
+            assert store.create(f"mine/{limit}", b"mine")
+            assert not store.create(f"mine/{limit}", b"another's")
+            assert store.read(f"mine/{limit}") == b"mine"
+        assert proxy.counts["lost"] == 6
 
 
 def test_stale_listings_are_corrected_in_both_directions(
