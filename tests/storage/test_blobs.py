@@ -89,14 +89,6 @@ def test_blobs_are_written_once_and_read_back_verified(kind: str, store_of: Call
         blob_sizes(store, NAMES)
 
 
-def test_a_run_with_images_verifies_and_counts_them(store: Store) -> None:
-    without, found = audit_run(store, RunKeys("other")), audit_run(store, KEYS)
-    assert (without.problems, found.problems) == ([], [])
-    listed = {file.path for prefix in range(ROUNDS) for file in store.committed(KEYS.rollout_prefix(prefix)).files}
-    rest = [file for prefix in ("steps", "checkpoints") for file in store.walk(f"{KEYS.prefix}/{prefix}")]
-    assert found.num_files == len(listed) + 1 + sum("attempt-" in file.key for file in rest) + 2
-
-
 @pytest.mark.parametrize("with_hashes", [True, False])
 def test_verify_reports_missing_and_damaged_images(store: Store, with_hashes: bool) -> None:
     Path(store.path(blob_key(NAMES[1]))).unlink()

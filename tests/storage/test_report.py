@@ -387,7 +387,7 @@ def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
 
 
 @in_browser
-def test_curve_is_read_with_the_keyboard(opened: Page) -> None:
+def test_curves_have_fitting_axes_and_are_read_with_the_keyboard(opened: Page) -> None:
     curve = "document.querySelector('#curves figure')"
     assert opened.evaluate(f"{curve}.querySelector('.readout').textContent") == "round 3: reward 1"
     opened.evaluate(f"{curve}.querySelector('.plot').dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
@@ -397,6 +397,9 @@ def test_curve_is_read_with_the_keyboard(opened: Page) -> None:
     for value, least, most in ((0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1), (0.83, 0.4, 1.05), (1, 0.5, 1.05)):
         low, high = opened.evaluate(f"valueRange([{value}, {value}])")
         assert least <= low < high <= most, "the axis of equal values is on the side of the value"
+    plot = "[...plots].find((plot) => plot.root.closest('figure')?.innerText.startsWith('Evaluation reward'))"
+    opened.wait_for(f"{plot} !== undefined")
+    opened.wait_for(f"{plot}.scales.y.min < 0.25 && {plot}.scales.y.max > 0.75")  # the means are 0.5, without intervals
 
 
 @in_browser
@@ -407,13 +410,6 @@ def test_page_fits_a_phone_and_prints(opened: Page) -> None:
     assert opened.evaluate("document.querySelectorAll('main *').length") > 100
     pdf = opened.call("Page.printToPDF", printBackground=True)["data"]
     assert pdf.startswith("JVBERi")  # %PDF
-
-
-@in_browser
-def test_axis_of_evaluations_includes_their_intervals(opened: Page) -> None:
-    plot = "[...plots].find((plot) => plot.root.closest('figure')?.innerText.startsWith('Evaluation reward'))"
-    opened.wait_for(f"{plot} !== undefined")
-    opened.wait_for(f"{plot}.scales.y.min < 0.25 && {plot}.scales.y.max > 0.75")  # the means are 0.5
 
 
 @in_browser

@@ -1,6 +1,7 @@
 """`gc`, `runs`, `verify` and `rm` on a store that is read-only, full or missing."""
 
 import errno
+import json
 import os
 import shutil
 import tempfile
@@ -94,6 +95,24 @@ def test_commands_without_a_store(
     said(capsys, code, *command, "--store", str(place / "x" if "below" in kind else place))
     assert place.exists() == (kind != "missing"), "a typo leaves no directory behind"
     assert not place.is_dir() or not list(place.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["runs", "show r", "verify r", "gc", "lineage r/2", "samples r", "report r", "rm r", "resume r", "replay r"],
+)
+def test_missing_bucket_is_named(words: str, s3_options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--store", "s3://missing-bucket/x", "--store-options", json.dumps(s3_options)]
+    assert main([*words.split(), *where]) == 2
+    error = capsys.readouterr().err
+    assert "missing-bucket" in error and "the bucket does not exist" in error and error.count("\n") == 1
+
+
+def test_empty_prefix_of_a_bucket_has_no_runs(
+    s3_store: Callable[..., Store], s3_options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "--store", "s3://bucket/never", "--store-options", json.dumps(s3_options)]) == 0
+    assert "no runs in s3://bucket/never" in capsys.readouterr().out
 
 
 def test_commands_on_a_store_without_permissions(template: Path, capsys: pytest.CaptureFixture[str]) -> None:
