@@ -24,15 +24,11 @@ def async_pipeline(world: World, mode: str, rounds: int) -> Pipeline:
     return Pipeline(world, mode, str(world.root / "store"), tiny_flags(world, rounds, mode))
 
 
-def rollouts_of(pipeline: Pipeline, rounds: int) -> list[Commit]:
-    commits = [pipeline.store.committed(pipeline.keys.rollout_prefix(rollout_id)) for rollout_id in range(rounds)]
-    assert all(commits)
-    return [commit for commit in commits if commit is not None]
-
-
-def check_overlap(pipeline: Pipeline, mode: str, rounds: int) -> None:
+def check_overlap(pipeline: Pipeline, mode: str) -> None:
     """Check that rollouts were generated with earlier policies than the newest, so while the trainer worked."""
-    rollouts = rollouts_of(pipeline, rounds)
+    committed = (pipeline.store.committed(pipeline.keys.rollout_prefix(number)) for number in range(SHORT))
+    rollouts = [rollout for rollout in committed if rollout is not None]
+    assert len(rollouts) == SHORT
     staleness = [rollout.summary["rollout/staleness/max"] for rollout in rollouts]
     assert any(staleness), "no rollout was ahead of the trainer"
     for rollout in rollouts:
@@ -59,7 +55,7 @@ def test_killed_asynchronous_run_trains_each_sample_once(
     assert pipeline.num_starts == 2, "a killed trainer is replaced in the run"
     results = verdict(pipeline, mode)
     assert results["replayed_rounds"] == SHORT and results["num_samples"] == SHORT * 8 * 4
-    check_overlap(pipeline, mode, SHORT)
+    check_overlap(pipeline, mode)
     check_prefect_pages(world)
     check_costs(world, pipeline)
 

@@ -186,7 +186,7 @@ def test_an_ordinary_user_name_of_a_url_stays_readable_elsewhere(monkeypatch: py
 
 
 def test_a_long_text_is_redacted_in_linear_time() -> None:
-    for text in ("a" * 500_000, "://" * 200_000, "a://" * 100_000, "http://h/" + "?a;b#c&d" * 60_000, "x@" * 200_000):
+    for text in ("a" * 100_000, "://" * 40_000, "a://" * 20_000, "http://h/" + "?a;b#c&d" * 12_000, "x@" * 40_000):
         redact(text)
 
 
