@@ -2,10 +2,10 @@
 
 import json
 import sqlite3
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -15,8 +15,9 @@ from tracked_run import CONFIG, KEYS, RUN, commits, offer, track
 from penstock.storage.commit import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import Outbox, RunTracking
+from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.mlflow.mlflow_runs import Link, link_tags
-from penstock.storage.tracking.tracker import TrackedRun, tracking_directory
+from penstock.storage.tracking.tracker import Committed, RunCommits, RunStarted, TrackedRun, tracking_directory
 
 TABLES = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
 
@@ -138,40 +139,31 @@ def test_artifacts_are_beside_a_database_given_by_a_relative_path(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("step", [7, pytest.param(12, marks=pytest.mark.full)])
-def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path: Path) -> None:
-    """The process is killed after a call to MLflow, before the outbox marks the line as delivered."""
+@pytest.mark.parametrize("num_calls", [7, 12])
+def test_delivery_that_ends_after_any_call_to_mlflow_is_completed(
+    num_calls: int, database: Path, tmp_path: Path
+) -> None:
     clean = tmp_path / "clean.db"
     clean.write_bytes(database.read_bytes())
-    program = f"""
-import os, sys
-from pathlib import Path
-from penstock.storage.tracking.delivery import Outbox
-from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
-from penstock.storage.tracking.tracker import Committed, RunCommits, TrackedRun, parse_record
-outbox = Outbox(Path({str(tmp_path / "out")!r}))
-commits = RunCommits()
-tracker = MlflowOptions.connect("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
-left = [{step}]
-for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
-    def dying(*args, real=getattr(tracker.client, name), **kwargs):
-        result = real(*args, **kwargs)
-        left[0] -= 1
-        if not left[0]:
-            os._exit(9)
-        return result
-    setattr(tracker.client, name, dying)
-for line, end in outbox.lines_from(0):
-    record = parse_record(line)
-    if isinstance(record, Committed):
-        commits.add(record.key, record.commit)
-    tracker.deliver([record], commits)
-"""
-    outbox = Outbox(tmp_path / "out")
-    outbox.append("start", {"type": "start", "at": 1e9, "config": CONFIG})
-    for key, commit in commits():
-        outbox.append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 9
+    tracker, calls = MlflowOptions.connect(f"sqlite:///{database}", RUN), iter(range(num_calls))
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_die(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if next(calls) == num_calls - 1:
+                raise SystemExit
+            return result
+
+        return call_and_die
+
+    for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
+        setattr(tracker.client, name, dying(getattr(tracker.client, name)))
+    index = RunCommits()
+    with pytest.raises(SystemExit):
+        tracker.deliver([RunStarted("start", 1e9, CONFIG)], index)
+        for key, commit in commits():
+            index.add(key, commit)
+            tracker.deliver([Committed(key, commit.created_at, commit)], index)
     track(tmp_path / "out", database, commits())
     track(tmp_path / "clean", clean, commits())
     assert counts(database) == counts(clean)
