@@ -26,6 +26,7 @@ from penstock.storage.maintenance.deletion import (
     remove_run,
 )
 from penstock.storage.store import Store
+from penstock.storage.tracking.tracker import tracking_directory
 
 KEYS = RunKeys("r")
 
@@ -173,14 +174,10 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         assert find_orphans(store, "r", older_than=0) == []
 
 
-def test_removal_in_an_object_store(
-    tmp_path: Path, s3_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    store = s3_store(tmp_path.name)
+    store = Store(f"memory://{tmp_path.name}")
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1, save=(1,))
-    from penstock.storage.tracking.tracker import tracking_directory
-
     outbox = tracking_directory(store, "r")
     outbox.mkdir(parents=True)
     (outbox / "outbox.jsonl").write_text("{}")
