@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -57,6 +58,11 @@ MODES = {  # options of `penstock train`, and the limit of the staleness of trai
 }
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+# Sizes of the model on a GPU, and further options that a machine's SGLang needs, for instance --engine-pythonpath.
+GPU_MODEL: dict[str, Any] = dict(
+    hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960
+)
+GPU_OPTIONS = ("--deterministic-mode", *shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", "")))
 START_TIMEOUT = 600.0  # seconds; only a service that hangs exceeds it
 REACH_TIMEOUT = END_TIMEOUT = 900.0  # a run hangs, on any machine
 
@@ -82,9 +88,7 @@ class World:
             "PREFECT_HOME": str(root / "prefect"),
             "XDG_STATE_HOME": str(root / "state"),
             "OMP_NUM_THREADS": "1",
-            VARIABLE: str(
-                root / "faults"
-            ),  # also for an existing Ray cluster, where ranks are not the driver's children
+            VARIABLE: str(root / "faults"),  # also of a standing Ray cluster, where ranks are not the driver's children
         }
         (root / "faults").mkdir()
         self.environment.pop("PREFECT_API_URL", None)
@@ -335,20 +339,13 @@ class Pipeline:
         kill(victims)
         if target == "mlflow":
             self.world.start_mlflow()
+        if target in ("driver", "tree", "driver, standing Ray"):
+            self.wait(30)
         if target in ("driver", "tree"):
-            assert self._process is not None
-            self._process.wait(30)
             # Ray's two agents retry for a minute to reach their dead server before they exit.
-            others = [
-                process
-                for process, words in everything.items()
-                if not words.startswith(RAY_AGENTS) and process.pid != self.pid
-            ]
-            _, alive = psutil.wait_procs(others, timeout=30)
+            waiting = [process for process, words in everything.items() if not words.startswith(RAY_AGENTS)]
+            _, alive = psutil.wait_procs([process for process in waiting if process.pid != self.pid], timeout=30)
             assert not alive, f"outlived their killed driver: {[everything[process] for process in alive]}"
-        if target == "driver, standing Ray":
-            assert self._process is not None
-            self._process.wait(30)
         return len(victims)
 
     def victims(self, target: str) -> list[psutil.Process]:  # noqa: C901, a row per target
@@ -390,9 +387,9 @@ class Pipeline:
         keys = [commit_key(prefix) for prefix in committed_prefixes(self.store, self.keys)]
         return {key: data for key in keys if (data := self.store.read(key)) is not None}
 
-    def check(self, hashes: bool = True) -> dict[str, int]:
+    def check(self) -> dict[str, int]:
         """Check that nothing was lost or done twice, by the audit. Return its counts."""
-        result = audit_run(self.store, self.keys, verify_hashes=hashes)
+        result = audit_run(self.store, self.keys)
         assert not result.problems, "\n".join(result.problems)
         return {name: value for name, value in vars(result).items() if name.startswith("num_")}
 

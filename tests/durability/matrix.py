@@ -52,19 +52,11 @@ def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dic
         standing = before
         num_killed = pipeline.strike(target)
         if number + 1 < len(schedule):
-            pipeline.arm(
-                schedule[number + 1][0]
-            )  # only now: a rank that dies with its driver could reach the point earlier
+            # Only now: a rank that dies with its driver could reach the point earlier.
+            pipeline.arm(schedule[number + 1][0])
         pipeline.release(point)
-        kills.append(
-            {
-                "point": point,
-                "target": target,
-                "num_killed": num_killed,
-                "seconds": time.monotonic() - start,
-                "starts": starts,
-            }
-        )
+        kill = {"point": point, "target": target, "num_killed": num_killed, "starts": starts}
+        kills.append({**kill, "seconds": time.monotonic() - start})
         print(f"  {point:<26} {target:<22} {num_killed} killed", flush=True)
     pipeline.run_until(lambda: False)
     changed = [key for key, data in standing.items() if pipeline.commits().get(key, data) != data]
@@ -117,6 +109,11 @@ def table(results: Sequence[dict[str, Any]], points: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Read the results of finished runs, which are not repeated; one JSON object a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True)
@@ -127,9 +124,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     points = options.points or points_of(options.mode)
-    results = (
-        [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    )
+    results = read_results(options.results)
     failed = 0
     for store in options.stores if not options.table else ():
         for target in options.targets:

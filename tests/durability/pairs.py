@@ -29,16 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Pipeline, World, tiny_flags
+from matrix import read_results
 
 TARGETS = ("engine", "scheduler", "trainer", "raylet", "gcs", "runtime-env-agent", "prefect", "driver", "tree")
 PATIENCE = 420.0  # seconds after a fault without a commit: a hang. Ray's longest wait is 60 s, and a stage is retried
 APPEARS = 20.0  # seconds to wait for the first target of a pair; the second is any target that exists after the gap
-SLOW = (
-    "--rollout-max-response-len",
-    "64",
-    "--sglang-max-running-requests",
-    "4",
-)  # rounds of 10 s and more on two cores
+SLOW = ("--rollout-max-response-len", "64", "--sglang-max-running-requests", "4")  # rounds of 10 s on two cores
 
 
 class Progress:
@@ -58,9 +54,7 @@ class Progress:
         time.sleep(0.3)
         kinds = ("rollouts", "steps", "checkpoints", "exports")
         lists = [self.pipeline.store.list(f"{self.pipeline.keys.prefix}/{kind}") for kind in kinds]
-        count = sum(
-            name.endswith(".commit.json") or name.endswith(".expired.json") for names in lists for name in names
-        )
+        count = sum(name.endswith((".commit.json", ".expired.json")) for names in lists for name in names)
         if count != self.count:
             self.count, self.since = count, time.monotonic()
         silent = time.monotonic() - self.since
@@ -144,9 +138,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=10, help="in each run")
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
-    results = (
-        [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    )
+    results = read_results(options.results)
     failed = 0
     for seed in options.seeds:
         if any(result["seed"] == seed for result in results):
@@ -162,10 +154,8 @@ def main() -> int:
             file.write(json.dumps(results[-1]) + "\n")
         shutil.rmtree(root)
     executed = sum(result["executed"] for result in results)
-    print(
-        f"{executed} pairs in {len(results)} runs, {sum(result['replayed'] for result in results)} rounds replayed, "
-        f"{failed} failed"
-    )
+    replayed = sum(result["replayed"] for result in results)
+    print(f"{executed} pairs in {len(results)} runs, {replayed} rounds replayed, {failed} failed")
     return 1 if failed else 0
 
 

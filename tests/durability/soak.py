@@ -92,28 +92,17 @@ def main() -> int:
     parser.add_argument("--outage", type=float, default=60.0, help="seconds without a Prefect server")
     options = parser.parse_args()
     num_rounds = read_toml(RECIPES / "demo-grpo.toml")["run"]["num_rollout"]
-    rewards = []
+    demo, rewards = options.directory / "demo", []
     for seed in SEEDS:
-        command = [
-            sys.executable,
-            "-m",
-            "penstock",
-            "demo",
-            "--seed",
-            str(seed),
-            "--directory",
-            str(options.directory / "demo"),
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        rewards.append(last_reward(Store(str(options.directory / "demo" / "store")), RunKeys(f"demo-grpo-seed{seed}")))
+        words = ["demo", "--seed", str(seed), "--directory", str(demo)]
+        subprocess.run([sys.executable, "-m", "penstock", *words], check=True, stdout=subprocess.DEVNULL)
+        rewards.append(last_reward(Store(str(demo / "store")), RunKeys(f"demo-grpo-seed{seed}")))
         print(f"seed {seed} without kills: reward {rewards[-1]:.3f}", flush=True)
     root = options.directory / f"soak-{int(time.time())}"
     root.mkdir()
     with World(root) as world:
         world.start_prefect()
-        pipeline = Pipeline(
-            world, "soak", str(root / "store"), demo_flags(options.directory / "demo", SEEDS[0], num_rounds)
-        )
+        pipeline = Pipeline(world, "soak", str(root / "store"), demo_flags(demo, SEEDS[0], num_rounds))
         killed = soak(pipeline, num_rounds, options.probability, options.seed, options.outage)
         reward = last_reward(pipeline.store, pipeline.keys)
         print(f"killed {killed}, started {pipeline.num_starts} times: reward {reward:.3f}", flush=True)
@@ -121,10 +110,8 @@ def main() -> int:
         print(f"checked: {pipeline.check()}; replayed {pipeline.replay()} rounds bit for bit", flush=True)
     spread = max(rewards) - min(rewards)
     good = abs(reward - rewards[0]) <= spread  # the difference to the undisturbed run is within that between seeds
-    print(
-        f"without kills {min(rewards):.3f} to {max(rewards):.3f}: "
-        f"{'within' if good else 'NOT within'} the spread of the seeds"
-    )
+    verdict = "within" if good else "NOT within"
+    print(f"without kills {min(rewards):.3f} to {max(rewards):.3f}: {verdict} the spread of the seeds")
     return 0 if good else 1
 
 

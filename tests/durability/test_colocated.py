@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from harness import Pipeline, World, tiny_flags
+from harness import GPU_MODEL, GPU_OPTIONS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 
 pytestmark = pytest.mark.timeout(1800)
@@ -47,14 +45,12 @@ def test_kills_at_each_switch_of_memory_in_a_colocated_run(world: World) -> None
 def test_kills_at_each_switch_of_memory_on_two_gpus(first: int, tmp_path: Path) -> None:
     """Together, the three runs kill each target at each switch; in one run the targets alternate, because a killed one
     may start only after the next switch."""
-    further = shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))
-    flags = [*FLAGS, "--deterministic-mode", "--params-dtype", "bf16", *further]
+    flags = [*FLAGS, "--params-dtype", "bf16", *GPU_OPTIONS]
     targets = ("driver", "trainer", "engine")
     schedule = [(point, targets[(first + number) % 3]) for number, point in enumerate(SWITCHES)]
     if schedule[1][1] == "trainer":
         schedule.append(schedule.pop(1))  # in round 2: in round 1 no trainer is running when the engines are released
-    size = dict(hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960)
-    with World(tmp_path, **size) as world:
+    with World(tmp_path, **GPU_MODEL) as world:
         world.start_prefect()
         check_kills(world, flags, 3, schedule, gap=0.02)
 

@@ -1,13 +1,8 @@
-"""Kills and SIGTERM: processes of a killed driver are restored, checkpoints overlap with the next rollout, and a
-stopped run resumes."""
+"""Kills of the processes of a run, also of one with adapters and of one with the engine of a teacher."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from itertools import cycle
 
 import pytest
@@ -19,17 +14,37 @@ from penstock.storage.samples.shards import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
-LONG_ROUNDS = 3  # of 17 s each, which a signal finds in the middle
+
+def check_adapters(pipeline: Pipeline, rounds: int, mode: str) -> None:
+    """Check that the engines applied each version's adapters, also those that restarted: log-probs of engine and
+    trainer agree to 1e-5, although the policy differs from its base."""
+    assert verdict(pipeline, mode)["replayed_rounds"] == rounds
+    checkpoint = pipeline.store.committed(pipeline.keys.checkpoint_prefix(rounds))
+    assert checkpoint is not None and checkpoint.state["lora"]["lora_rank"] == 4
+    assert checkpoint.inputs["base"].startswith("models/")
+    steps = [pipeline.store.committed(pipeline.keys.step_prefix(number)) for number in range(rounds)]
+    metrics = [step.summary for step in steps if step is not None]
+    if mode == "plain":  # otherwise older policies have generated some tokens
+        assert max(metric["train/train_rollout_logprob_abs_diff"] for metric in metrics) < 1e-5
+    assert metrics[-1]["train/kl_loss"] > 1e-6
 
 
-def test_processes_of_a_killed_driver_end_and_are_restored(world: World) -> None:
-    pipeline = Pipeline(world, "owned", str(world.root / "store"), tiny_flags(world, rounds=4))
-    kills = kill_at(
-        pipeline, [("rollout-before-upload", "prefect"), ("train-mid-step", "tree"), ("publish-after", "ray")]
-    )
-    assert all(kill["num_killed"] for kill in kills)
+def adapter_pipeline(world: World, rounds: int, mode: str) -> Pipeline:
+    flags = ["--lora-rank", "4", "--lora-publish", "adapter", "--kl-loss-type", "low_var_kl"]
+    return Pipeline(world, "adapters", str(world.root / "store"), [*tiny_flags(world, rounds, mode), *flags])
+
+
+def test_killed_processes_of_a_run_with_adapters_are_restored(world: World) -> None:
+    pipeline = adapter_pipeline(world, 4, "plain")
+    schedule = [
+        ("rollout-before-upload", "prefect"),
+        ("train-mid-step", "tree"),
+        ("publish-after", "ray"),
+        ("adapter-loaded", "engine"),
+    ]
+    assert all(kill["num_killed"] for kill in kill_at(pipeline, schedule))
     assert pipeline.num_starts == 2, "only the whole tree needs another start"
-    assert verdict(pipeline)["replayed_rounds"] == 4
+    check_adapters(pipeline, 4, "plain")
     with sqlite3.connect(f"file:{pipeline.store.path('mlflow/mlflow.db')}?mode=ro", uri=True) as database:
         points = database.execute("select key, step, count(*) from metrics group by run_uuid, key, step").fetchall()
     assert ("perf/update_weights_time", 0, 1) in points, "published again after faults, logged once"
@@ -46,33 +61,20 @@ ADAPTER_POINTS = (  # where adapters are trained, loaded, saved or exported; the
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("kills", "mode"),
+    ("kills", "mode", "rounds"),
     [
-        ([("adapter-loaded", "engine"), ("checkpoint-before-commit", "tree")], "plain"),
-        pytest.param(list(zip(ADAPTER_POINTS, cycle(("tree", "engine")))), "synchronous", marks=pytest.mark.full),
-        pytest.param([("adapter-loaded", "engine"), ("adapter-loaded", "tree")], "streaming", marks=pytest.mark.full),
+        (list(zip(ADAPTER_POINTS, cycle(("tree", "engine")))), "synchronous", ROUNDS),
+        ([("adapter-loaded", "engine"), ("adapter-loaded", "tree")], "streaming", 5),
     ],
-    ids=["two kills", "boundaries of adapters", "streaming"],
+    ids=["boundaries of adapters", "streaming"],
 )
-def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, str]], mode: str) -> None:
-    """The engines apply each version's adapters, also those that restart: log-probs of engine and trainer agree to
-    1e-5, although the policy differs from its base."""
-    rounds = ROUNDS if len(kills) > 2 else 5 if mode == "streaming" else 3
-    flags = [*tiny_flags(world, rounds, mode), "--lora-rank", "4", "--lora-publish", "adapter"]
-    flags += ["--kl-loss-type", "low_var_kl"]
+def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, str]], mode: str, rounds: int) -> None:
     world.start_prefect()
-    pipeline = Pipeline(world, "adapters", str(world.root / "store"), flags)
+    pipeline = adapter_pipeline(world, rounds, mode)
     assert sum(kill["num_killed"] > 0 for kill in kill_at(pipeline, kills)) >= len(kills) - 1
-    assert verdict(pipeline, mode)["replayed_rounds"] == rounds
-    checkpoint = pipeline.store.committed(pipeline.keys.checkpoint_prefix(rounds))
-    assert checkpoint is not None and checkpoint.state["lora"]["lora_rank"] == 4
-    assert checkpoint.inputs["base"].startswith("models/")
-    steps = [pipeline.store.committed(pipeline.keys.step_prefix(number)) for number in range(rounds)]
-    metrics = [step.summary for step in steps if step is not None]
-    if mode == "plain":  # otherwise older policies have generated some tokens
-        assert max(metric["train/train_rollout_logprob_abs_diff"] for metric in metrics) < 1e-5
-    assert metrics[-1]["train/kl_loss"] > 1e-6
+    check_adapters(pipeline, rounds, mode)
 
 
 @pytest.mark.full
@@ -81,7 +83,7 @@ def test_run_with_the_engine_of_a_teacher_survives_kills(world: World) -> None:
     flags = [*tiny_flags(world, rounds=3), "--opd-teacher-engine", str(teacher)]
     world.start_prefect()
     pipeline = Pipeline(world, "taught", str(world.root / "store"), flags)
-    kills = kill_at(pipeline, [("publish-after", "engine"), ("train-mid-step", "tree"), ("publish-after", "teacher")])
+    kills = kill_at(pipeline, [("train-mid-step", "tree"), ("publish-after", "teacher")])
     assert all(kill["num_killed"] for kill in kills)
     assert verdict(pipeline)["replayed_rounds"] == 3
     for number in range(3):
@@ -89,63 +91,3 @@ def test_run_with_the_engine_of_a_teacher_survives_kills(world: World) -> None:
         assert commit is not None
         for sample in read_samples(pipeline.store, commit):
             assert not any(sample.loss_mask) or sample.teacher_logprobs is not None
-
-
-@pytest.mark.full
-def test_a_stopped_run_keeps_finished_work_and_resumes(world: World) -> None:
-    """SIGTERM during a rollout: finished groups are journalled, the exit code is 143, and the next start generates only
-    the rest. Before that, the checkpoint of the round before is still being written while this round
-    is generated."""
-    world.start_prefect()
-    flags = [
-        *tiny_flags(world, LONG_ROUNDS),
-        "--rollout-max-response-len",
-        "200",
-        "--sglang-max-running-requests",
-        "4",
-        "--grace-period",
-        "2",
-    ]
-    pipeline = Pipeline(world, "stopped", str(world.root / "store"), flags)
-    stopped_in = half_done(pipeline)
-    first = pipeline.keys.rollout_prefix(stopped_in)
-    assert (
-        pipeline.is_at("checkpoint-saving")
-        and pipeline.store.committed(pipeline.keys.checkpoint_prefix(stopped_in)) is None
-    )
-    pipeline.release("checkpoint-saving")
-    os.kill(pipeline.pid, signal.SIGTERM)
-    assert pipeline.wait() == 143, pipeline.tail()
-    assert "cancelled on request" in pipeline.tail() and "the same command" in pipeline.tail()
-    assert pipeline.store.committed(first) is None, "the rollout was over before the signal; make it longer"
-    pipeline.run_until(lambda: False)
-    commit = pipeline.store.committed(first)
-    assert commit is not None and 0 < len(commit.state["adopted_groups"]) <= 12
-    samples = read_samples(pipeline.store, commit)
-    assert len({sample.sample_id for sample in samples}) == 8 * 4
-    pipeline.check()
-    command = [sys.executable, "-m", "prefect", "flow-run", "ls"]
-    environment = {**world.environment, "COLUMNS": "200"}
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.upper()
-    assert "CRASHED" in shown and "COMPLETED" in shown
-
-
-def half_done(pipeline: Pipeline) -> int:
-    """Run to the middle of a rollout, some groups journalled, while the checkpoint before it is being written. On a
-    crowded machine the first such rollout may be over before anything is journalled: then the next one. Returns
-    which it is."""
-    for rollout_id in range(1, LONG_ROUNDS):
-        rollout = pipeline.keys.rollout_prefix(rollout_id)
-
-        def journalled(rollout: str = rollout) -> bool:
-            return any(name.endswith(".commit.json") for name in pipeline.store.list(f"{rollout}.journal"))
-
-        pipeline.arm("checkpoint-saving")
-        pipeline.run_until(
-            lambda rollout=rollout, journalled=journalled: journalled() or pipeline.store.committed(rollout) is not None
-        )
-        pipeline.run_until(lambda: pipeline.is_at("checkpoint-saving"))
-        if journalled() and pipeline.store.committed(rollout) is None:
-            return rollout_id
-        pipeline.release("checkpoint-saving")
-    raise AssertionError(f"nothing was journalled in {LONG_ROUNDS - 1} rollouts:\n{pipeline.tail()}")

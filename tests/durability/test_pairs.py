@@ -9,10 +9,9 @@ from harness import Pipeline, World, tiny_flags
 from matrix import verdict
 from pairs import PATIENCE, SLOW, Progress, one_pair
 
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(3600)]
 
-@pytest.mark.integration
-@pytest.mark.full
-@pytest.mark.timeout(3600)
+
 def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -> None:
     """Regression test: while waiting for the new engine, the death of Ray was not noticed for up to 22 minutes."""
     world.start_prefect()
@@ -30,9 +29,6 @@ def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -
     assert verdict(pipeline)["replayed_rounds"] == 2
 
 
-@pytest.mark.full
-@pytest.mark.integration
-@pytest.mark.timeout(3600)
 def test_random_pairs_of_faults_lose_nothing(world: World) -> None:
     """The short form of pairs.py, which has more seeds."""
     rounds, rng = 5, random.Random(100)

@@ -9,7 +9,7 @@ import time
 from importlib.util import find_spec
 
 import pytest
-from harness import RAY, START_TIMEOUT, Pipeline, World, tiny_flags
+from harness import RAY, START_TIMEOUT, Pipeline, World, answers, tiny_flags
 from matrix import verdict
 
 from penstock.engines.network import reserve_free_port
@@ -43,7 +43,7 @@ def test_stopped_job_resumes_when_it_is_submitted_again(world: World) -> None:
     address = world.start_ray(port)
     pipeline = Pipeline(world, "job", str(world.root / "store"), tiny_flags(world, ROUNDS), ray_address=address)
     deadline = time.monotonic() + START_TIMEOUT
-    while b"version" not in answer(port):
+    while not answers(f"http://127.0.0.1:{port}/api/version"):  # also that the token is missing
         assert time.monotonic() < deadline, "Ray's dashboard does not start"
         time.sleep(0.5)
     # As on the page. Outside a job "auto" could find another Ray of this machine.
@@ -59,18 +59,3 @@ def test_stopped_job_resumes_when_it_is_submitted_again(world: World) -> None:
     after = pipeline.commits()
     assert {key: after.get(key, before[key]) for key in before} == before  # --keep-checkpoints removes some
     assert verdict(pipeline)["num_samples"] == ROUNDS * 8 * 4
-
-
-def answer(port: int) -> bytes:
-    """Return the answer of Ray's dashboard to a request without a token; b"" if it does not answer."""
-    import urllib.error
-    import urllib.request
-
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{port}/api/version", timeout=5) as response:
-            return response.read()
-    except urllib.error.HTTPError as error:
-        return b"version" if error.code in (401, 403) else b""  # the token is missing: the dashboard has started
-    except OSError:
-        return b""

@@ -16,6 +16,8 @@ import torch
 from fixtures.make_stores import RUNS, STORES, cpu_name
 from penstock_command import penstock
 
+from penstock.flows.cli import main
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
 
@@ -42,11 +44,17 @@ class StoredRun:
         }
 
 
+def unpack(name: str, tmp_path: Path) -> Path:
+    """Unpack a stored run and return its directory."""
+    with tarfile.open(STORES / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path / "run", filter="data")
+    return tmp_path / "run"
+
+
 @pytest.fixture
 def stored(request: pytest.FixtureRequest, prefect_api: dict[str, str], tmp_path: Path) -> StoredRun:
     """Return the run that the test's parameter names."""
-    with tarfile.open(STORES / f"{request.param}.tar.xz") as archive:
-        archive.extractall(tmp_path / "run", filter="data")
+    directory = unpack(request.param, tmp_path)
     environment = {
         **prefect_api,
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -54,25 +62,26 @@ def stored(request: pytest.FixtureRequest, prefect_api: dict[str, str], tmp_path
     }
     environment.pop("MLFLOW_TRACKING_URI", None)
     record = json.loads((STORES / f"{request.param}.json").read_text())
-    return StoredRun(request.param, tmp_path / "run", environment, record)
+    return StoredRun(request.param, directory, environment, record)
 
 
-def some_in_full(*always: str) -> list[Any]:
-    """Return the runs as parameters; those not named belong to the long tests."""
-    return [pytest.param(name, marks=[] if name in always else pytest.mark.full) for name in RUNS]
+def runs(first: str, *others: str) -> pytest.MarkDecorator:
+    """Parametrize a test with stored runs; those after the first belong to the long tests."""
+    long = [pytest.param(name, marks=pytest.mark.full) for name in others]
+    return pytest.mark.parametrize("stored", [first, *long], indirect=True)
 
 
-@pytest.mark.parametrize("stored", RUNS, indirect=True)
-def test_stored_run_verifies(stored: StoredRun) -> None:
-    assert "no problems found" in stored.penstock("verify", stored.name, "--store", "store")
+@pytest.mark.parametrize("name", RUNS)
+def test_stored_run_verifies(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", name, "--store", str(unpack(name, tmp_path) / "store")]) == 0
+    assert "no problems found" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stored", some_in_full("grpo"), indirect=True)
+@runs("grpo", "ppo", "sft")
 def test_stored_run_replays_within_tolerance_and_bit_for_bit_on_its_cpu(stored: StoredRun) -> None:
     before = stored.commits()
-    stored.penstock(
-        "replay", stored.name, "--store", "store", "--json", "replayed.json"
-    )  # exit code 1 if beyond tolerance
+    words = ["replay", stored.name, "--store", "store", "--json", "replayed.json"]
+    stored.penstock(*words)  # exit code 1 if beyond tolerance
     replayed = json.loads((stored.directory / "replayed.json").read_text())
     assert list(replayed) == list(stored.record["digests"])
     assert stored.commits() == before
@@ -81,7 +90,7 @@ def test_stored_run_replays_within_tolerance_and_bit_for_bit_on_its_cpu(stored: 
         assert {result["verdict"] for result in replayed.values()} == {"equal bit for bit"}  # the metrics are equal too
 
 
-@pytest.mark.parametrize("stored", some_in_full("partial"), indirect=True)
+@runs("partial", "ppo", "sft")
 def test_stored_run_resumes_after_its_last_commit(stored: StoredRun) -> None:
     before = stored.commits()
     stored.penstock(*stored.record["resume"])

@@ -4,17 +4,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.flows.commands import maintenance
 from penstock.storage import objects
 from penstock.storage.store import Store
+from penstock.storage.tracking import trackers
 from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faulty import KINDS, FaultyProxy
+from jsonl_tracker import JsonlTracker
+
+
+@pytest.fixture(autouse=True)
+def keep_files_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `penstock gc --delete` not look for files of dead processes of this machine."""
+    monkeypatch.setattr(maintenance, "find_files_of_dead_processes", lambda: [])
 
 
 @pytest.fixture
@@ -72,6 +82,13 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     MlflowOptions.connect(f"sqlite:///{path}", TrackedRun("none", "1")).client.search_experiments()
     return path
+
+
+@pytest.fixture
+def jsonl_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URI of a tracker that writes one file."""
+    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(title="JSONL", connect=JsonlTracker))
+    return f"jsonl://{tmp_path / 'points.jsonl'}"
 
 
 @pytest.fixture

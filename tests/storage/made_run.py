@@ -1,7 +1,7 @@
 """Make a complete run without an engine: real data source, shards and commits; the weights are arbitrary bytes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig, config_hash, derive
@@ -98,6 +98,14 @@ def commit_files(store: Store, prefix: str, files: dict[str, bytes], **fields) -
         for name, content in files.items():
             (out.path / name).write_bytes(content)
     return store.commit(prefix, Commit(attempt=attempt, files=out.files, **fields))
+
+
+def edit_record(store: Store, key: str, change: Callable[[dict], object]) -> None:
+    """Tamper with a record of a local store."""
+    path = Path(store.path(key))
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
 
 
 def commit_samples(

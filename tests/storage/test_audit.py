@@ -1,13 +1,23 @@
 """The audit of an undamaged run has no problems; damaged, missing, repeated or misplaced records are reported."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_run import BATCH, ROWS, SAMPLES, commit_files, commit_samples, config_of, make_run, roll_one, write_data
+from made_run import (
+    BATCH,
+    ROWS,
+    SAMPLES,
+    commit_files,
+    commit_samples,
+    config_of,
+    edit_record,
+    make_run,
+    roll_one,
+    write_data,
+)
 
 from penstock.flows.commands import fork
 from penstock.flows.commands.maintenance import verify_main
@@ -35,14 +45,6 @@ def made(template: Path, tmp_path: Path) -> tuple[Store, RunKeys, PostTrainConfi
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     store = Store(str(tmp_path / "store"))
     return store, RunKeys("r"), config_of(store, tmp_path / "data.jsonl")
-
-
-def rewrite(store: Store, prefix: str, change: Callable[[dict], object]) -> None:
-    """Tamper with a commit record."""
-    path = Path(store.path(commit_key(prefix)))
-    record = json.loads(path.read_text())
-    change(record)
-    path.write_text(json.dumps(record))
 
 
 def test_an_undamaged_run_has_no_problems(made) -> None:
@@ -91,22 +93,10 @@ def test_orphans_are_counted_and_not_a_problem(made) -> None:
     assert (found.problems, found.num_orphans, found.orphan_bytes) == ([], 1, 4)
 
 
-def first_file(store: Store, prefix: str) -> Path:
-    return Path(store.path(store.committed(prefix).files[0].path))
-
-
-@pytest.mark.parametrize(
-    ("prefix", "hashes"),
-    [
-        ("models/abc", True),
-        ("runs/r/checkpoints/000002", True),
-        ("runs/r/rollouts/000001", False),
-        ("runs/r/evals/000004/sums", False),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "hashes"), [("models/abc", True), ("runs/r/evals/000004/sums", False)])
 def test_one_changed_byte_is_reported(made, prefix: str, hashes: bool) -> None:
     store, keys, _ = made
-    path = first_file(store, prefix)
+    path = Path(store.path(store.committed(prefix).files[0].path))
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     problems = audit_run(store, keys, verify_hashes=hashes).problems
@@ -125,39 +115,36 @@ def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
     return change
 
 
-TAMPERED: list[tuple[str, Callable[[dict], object], str]] = [
-    ("steps/000003", lambda r: r.update(policy_version=3), "policy version 3; it must be 4"),
-    ("steps/000003", lambda r: r["inputs"].update(rollout="runs/r/rollouts/000002.commit.json"), "has the rollout"),
-    ("checkpoints/000004", lambda r: r["inputs"].update(step="runs/r/steps/9.commit.json"), "which does not exist"),
-    ("rollouts/000002", lambda r: r.update(index=3), "rollouts/000002.commit.json contains rollout 3 of run"),
-    ("rollouts/000002", lambda r: r.update(kind="nonsense"), "is not a valid record (kind"),
-    ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples give"),
-    ("rollouts/000002", lambda r: r["state"]["data_source"].update(issued=10), "prompt 9 is missing"),
-    ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "lacks data segments"),
-    ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "steps/000003.commit.json was modified"),
-    ("steps/000003", lambda r: r.pop("digest"), "steps/000003.commit.json was modified"),
-    ("evals/000004/sums", sealed_again({"eval/sums": 4.5}), "has eval/sums 4.5, but its samples give 4"),
-    ("rollouts/000002", sealed_again({"rollout/raw_reward": 0.5}), "raw_reward 0.5, but its samples give 0.25"),
-    ("rollouts/000002", sealed_again({"rollout/num_samples": 5.0}), "num_samples 5, but its samples give 6"),
-    ("evals/000004/sums", lambda r: r.update(index=5, policy_version=5), "contains eval 5 of run"),
-]
-
-
 @pytest.mark.parametrize(
-    ("where", "change", "sentence"), TAMPERED, ids=lambda value: value if isinstance(value, str) else ""
+    ("where", "change", "sentence"),
+    [
+        ("steps/000003", lambda r: r.update(policy_version=3), "policy version 3; it must be 4"),
+        ("steps/000003", lambda r: r["inputs"].update(rollout="runs/r/rollouts/000002.commit.json"), "has the rollout"),
+        ("checkpoints/000004", lambda r: r["inputs"].update(step="runs/r/steps/9.commit.json"), "which does not exist"),
+        ("rollouts/000002", lambda r: r.update(index=3), "rollouts/000002.commit.json contains rollout 3 of run"),
+        ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples give"),
+        ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "lacks data segments"),
+        ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "steps/000003.commit.json was modified"),
+        ("steps/000003", lambda r: r.pop("digest"), "steps/000003.commit.json was modified"),
+        ("evals/000004/sums", sealed_again({"eval/sums": 4.5}), "has eval/sums 4.5, but its samples give 4"),
+        ("rollouts/000002", sealed_again({"rollout/num_samples": 5.0}), "num_samples 5, but its samples give 6"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_inconsistent_record_is_reported(made, where: str, change: Callable[[dict], object], sentence: str) -> None:
     store, keys, _ = made
-    rewrite(store, f"{keys.prefix}/{where}", change)
+    edit_record(store, commit_key(f"{keys.prefix}/{where}"), change)
     assert any(sentence in problem for problem in audit_run(store, keys).problems), audit_run(store, keys).problems
 
 
-def test_a_missing_round_is_reported(made) -> None:
+def test_missing_rounds_and_a_missing_run_record_are_reported(made) -> None:
     store, keys, _ = made
     store.delete([commit_key(keys.step_prefix(2)), commit_key(keys.rollout_prefix(1))])
     problems = audit_run(store, keys).problems
     assert any("step 2 is not committed, but step 4 is" in problem for problem in problems)
     assert any("rollout 1 is not committed" in problem for problem in problems)
+    store.delete([keys.record])
+    assert any("run.json" in problem for problem in audit_run(store, keys).problems)
 
 
 def change_samples(store: Store, prefix: str, change: Callable[[list], list]) -> None:
@@ -187,30 +174,32 @@ def with_tokens(samples: list) -> list:
         ([[2, 1], [0, 2], [2, 2], [1, 1]], "sample 5 of its rollout was trained 1 times; it must be 2 times"),
         ([[2, 1], [0, 2], [2, 2]], "says how often 5 samples were trained; its rollout has 6"),
         ([[2, 8], [0, -2]], "says how often 6 samples were trained; its rollout has 6"),
-        ([2, 0, 2], "does not say how often"),
         (None, "does not say how often"),
     ],
 )
-def test_a_step_must_say_how_often_each_sample_was_trained(tmp_path: Path, uses: list | None, sentence: str) -> None:
+@pytest.mark.parametrize("masking", [(), ("--rollout-data-postprocess-path", "mask.py:mask")], ids=["", "masking"])
+def test_a_step_must_say_how_often_each_sample_was_trained(
+    tmp_path: Path, masking: tuple[str, ...], uses: list | None, sentence: str | None
+) -> None:
     store = Store(str(tmp_path / "store"))
-    data, masking = write_data(tmp_path / "data.jsonl"), ("--rollout-data-postprocess-path", "mask.py:mask")
-    for run, words in (("r", ()), ("masks", masking)):
-        keys = make_run(store, config_of(store, data, run, "--ppo-epochs", "2", *words), 1)
-        change_samples(store, keys.rollout_prefix(0), with_tokens)
-        state = {} if uses is None else {"sample_uses": uses}
-        rewrite(store, keys.step_prefix(0), lambda r, state=state: r.update(state=state, digest=""))
-        rewrite(store, keys.step_prefix(0), lambda r: r.update(digest=record_digest(r)))
+    config = config_of(store, write_data(tmp_path / "data.jsonl"), "r", "--ppo-epochs", "2", *masking)
+    keys = make_run(store, config, 1)
+    change_samples(store, keys.rollout_prefix(0), with_tokens)
+
+    def audit_with(uses: list | None) -> tuple[list[str], int]:
+        def change(record: dict) -> None:
+            record["state"] = {} if uses is None else {"sample_uses": uses}
+            record["digest"] = record_digest(record)
+
+        edit_record(store, commit_key(keys.step_prefix(0)), change)
         found = audit_run(store, keys)
-        assert [sentence in problem for problem in found.problems] == ([] if sentence is None else [True])
-        assert found.num_sample_uses == (8 if sentence is None else 0)
-    if sentence is None:  # a user-defined function may mask a whole sample
-        rewrite(store, keys.step_prefix(0), lambda r: r["state"].update(sample_uses=[[0, 4], [2, 2]]))
-        rewrite(store, keys.step_prefix(0), lambda r: r.update(digest=record_digest(r)))
-        assert (audit_run(store, keys).problems, audit_run(store, keys).num_sample_uses) == ([], 4)
+        return found.problems, found.num_sample_uses
 
-
-def renamed(samples: list) -> list:
-    return [replace(sample, sample_id=sample.sample_id.replace("000000006", "000000001")) for sample in samples]
+    problems, num_uses = audit_with(uses)
+    assert [sentence in problem for problem in problems] == ([] if sentence is None else [True])
+    assert num_uses == (8 if sentence is None else 0)
+    if masking:  # a user-defined function may mask a whole sample
+        assert audit_with([[0, 4], [2, 2]]) == ([], 4)
 
 
 def served_again(samples: list) -> list:
@@ -219,20 +208,24 @@ def served_again(samples: list) -> list:
     return [replace(sample, metadata=row) if sample.group_id == samples[-1].group_id else sample for sample in samples]
 
 
-BROKEN: list[tuple[Callable[[list], list], str]] = [
-    (lambda samples: samples[SAMPLES:], "prompt 6 is missing"),
-    (lambda samples: samples[1:], "groups have 1 to 2 samples"),
-    (lambda samples: [*samples, samples[0]], "sample ids are not unique"),
-    (renamed, "sample ids are used more than once"),
-    (served_again, "already used in epoch 1"),
-    (lambda samples: [replace(samples[0], policy_versions=(1, 2)), *samples[1:]], "policy_versions [1, 2]"),
-    (lambda samples: [replace(samples[0], rollout_id=7), *samples[1:]], "has rollout_id 7"),
-    (lambda samples: [replace(sample, metadata={}) for sample in samples], "which is not in the run's data"),
-    (lambda samples: [replace(samples[0], group_id="x"), *samples[1:]], "which is not a prompt number"),
-]
-
-
-@pytest.mark.parametrize(("change", "sentence"), BROKEN, ids=[sentence for _, sentence in BROKEN])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda samples: samples[SAMPLES:], "prompt 6 is missing"),
+        (lambda samples: samples[1:], "groups have 1 to 2 samples"),
+        (lambda samples: [*samples, samples[0]], "sample ids are not unique"),
+        (
+            lambda samples: [replace(s, sample_id=s.sample_id.replace("000000006", "000000001")) for s in samples],
+            "sample ids are used more than once",
+        ),
+        (served_again, "already used in epoch 1"),
+        (lambda samples: [replace(samples[0], policy_versions=(1, 2)), *samples[1:]], "policy_versions [1, 2]"),
+        (lambda samples: [replace(samples[0], rollout_id=7), *samples[1:]], "has rollout_id 7"),
+        (lambda samples: [replace(sample, metadata={}) for sample in samples], "which is not in the run's data"),
+        (lambda samples: [replace(samples[0], group_id="x"), *samples[1:]], "which is not a prompt number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_lost_repeated_or_twice_served_samples_are_reported(
     made, change: Callable[[list], list], sentence: str
 ) -> None:
@@ -246,7 +239,7 @@ def test_an_evaluation_without_all_prompts_is_reported(made) -> None:
     store, keys, _ = made
     change_samples(store, keys.eval_prefix(4, "sums"), lambda samples: samples[:-1])
     cut = {"issued": ROWS - 1, "cursor": ROWS - 1}
-    rewrite(store, keys.eval_prefix(4, "sums"), lambda record: record["state"]["data_source"].update(cut))
+    edit_record(store, commit_key(keys.eval_prefix(4, "sums")), lambda r: r["state"]["data_source"].update(cut))
     assert "has samples of 4 of the data set's 5 prompts" in str(audit_run(store, keys).problems)
 
 
@@ -255,15 +248,13 @@ def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureF
     assert verify_main([keys.run, "--store", store.root]) == 0
     assert "no problems found" in capsys.readouterr().out
     commit_files(store, "models/other", {"weights": b"other"}, kind="model")
-    first_file(store, keys.checkpoint_prefix(4)).unlink()
+    Path(store.path(store.committed(keys.checkpoint_prefix(4)).files[0].path)).unlink()
     assert verify_main([keys.run, "--no-hashes", "--store", store.root]) == 1
     out, err = capsys.readouterr()
     assert "1 problems" in out and "checkpoints/000004" in err and "is missing" in err
-    with pytest.raises(ValueError, match="has no run 'x'"):
-        verify_main(["x", "--store", store.root])
 
 
-@pytest.mark.parametrize("value", [1, 1.5, float("nan"), float("inf"), -0.0, 1e300])
+@pytest.mark.parametrize("value", [1, float("nan"), -0.0, 1e300])
 def test_a_digest_is_valid_after_a_round_trip(store: Store, value: float) -> None:
     state = {"x": value, "n": [1, (2, value)], "text": "ü\u2028", "deep": {"b": None, "a": True}}
     commit = store.commit("steps/000000", Commit(kind="step", summary={"m": value}, state=state))
@@ -274,17 +265,6 @@ def test_a_digest_is_valid_after_a_round_trip(store: Store, value: float) -> Non
 
 def test_a_fork_refuses_an_edited_record(made) -> None:
     store, keys, _ = made
-    rewrite(store, keys.step_prefix(1), lambda record: record["summary"].update(x=1.0))
+    edit_record(store, commit_key(keys.step_prefix(1)), lambda record: record["summary"].update(x=1.0))
     with pytest.raises(StoreError, match=r"steps/000001.commit.json has changed"):
         fork.main([keys.run, "--at", "3", "--name", "f", "--store", store.root])
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", None])
-def test_a_damaged_or_missing_run_record_is_reported(made, content: bytes | None) -> None:
-    store, keys, _ = made
-    store.delete([keys.record])
-    if content is not None:
-        store.create(keys.record, content)
-    assert [problem for problem in audit_run(store, keys).problems if "run.json" in problem]
-    Path(store.path(f"{keys.prefix}/base.json")).write_bytes(b"{}")
-    assert [problem for problem in audit_run(store, keys).problems if "base.json" in problem]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage import leases
 from penstock.storage.commit import RunKeys
-from penstock.storage.leases import TTL, Lease, describe_lease_holder, describe_live_drivers
+from penstock.storage.leases import TTL, Lease, describe_lease_holder, describe_live_drivers, store_time
 from penstock.storage.maintenance.deletion import find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 KEY = f"{KEYS.prefix}/drivers/x.lease"
-STEPS = [-86400.0, -3600.0, -60.0, 60.0, 3600.0, 86400.0]  # seconds by which the clock jumps
+STEPS = [-86400.0, -60.0, 60.0, 86400.0]  # seconds by which the clock jumps
 Change = Callable[[dict], dict]
 
 
@@ -51,21 +51,23 @@ def test_dead_holder_in_another_container_of_this_machine_loses_its_lease(store:
     assert describe_live_drivers(store, KEYS) == []
 
 
-@pytest.mark.parametrize("step", [*STEPS, 0.0])
-def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store, step: float) -> None:
+def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store) -> None:
     program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
     program += "; import os; Lease(Store(sys.argv[1]), sys.argv[2]).take(); os._exit(0)"
     subprocess.run([sys.executable, "-c", program, store.root, KEY], check=True, cwd=Path(__file__).parents[2])
-    step_clock(store, step)
-    assert describe_live_drivers(store, KEYS) == []
+    for step in (*STEPS, 0.0):
+        step_clock(store, step)
+        assert describe_live_drivers(store, KEYS) == [], step
 
 
-@pytest.mark.parametrize(("step", "is_alive"), [(-86400.0, False), (-60.0, True), (60.0, True), (86400.0, False)])
+@pytest.mark.parametrize(("step", "is_alive"), [(-86400.0, False), (-60.0, True), (TTL - 10, True), (TTL + 10, False)])
 def test_holder_on_another_machine_is_judged_by_the_stores_clock(store: Store, step: float, is_alive: bool) -> None:
     """A live holder renews its lease soon after a backward step, so one far ahead is that of a dead process."""
     write_lease(store, lambda process: {**process, "boot": "other"})
     step_clock(store, step)
     assert bool(describe_live_drivers(store, KEYS)) == is_alive
+    if is_alive:
+        assert re.search(r"renewed \d+ s ago", str(describe_lease_holder(store, KEY, store_time(store))))
 
 
 @pytest.mark.parametrize("content", [{"boot": "before", "renewed": 1e9}, None], ids=["earlier boot", "full disk"])
@@ -88,10 +90,3 @@ def test_gc_keeps_the_attempt_of_a_live_writer(store: Store, step: float, monkey
         for orphan in find_orphans(store, older_than=-1e9, now=time.time()):
             assert not remove_orphan(store, orphan, time.time())
         assert (out.path / "data").exists()
-
-
-def test_description_has_no_negative_age(store: Store) -> None:
-    write_lease(store, lambda process: {**process, "boot": "other"})
-    step_clock(store, -60.0)
-    text = describe_lease_holder(store, KEY, leases.store_time(store))
-    assert text is not None and "renewed 0 s ago" in text

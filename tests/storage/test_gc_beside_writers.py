@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,24 +81,3 @@ def test_probe_of_a_starting_run_is_kept_until_its_writer_must_be_dead(store: St
     probe.write_bytes(b"x")
     assert find_orphans(store, older_than=0.0, now=time.time() + 1) == []
     assert [orphan.kind for orphan in find_orphans(store, older_than=0.0, now=time.time() + TTL + 1)] == ["probe file"]
-
-
-def test_starts_and_collections_at_the_same_time_do_not_fail(store: Store) -> None:
-    ended = threading.Event()
-
-    def collect() -> None:
-        while not ended.is_set():
-            gc_main(["--delete", "--older-than", "0", "--store", store.root])
-
-    thread = threading.Thread(target=collect)
-    thread.start()
-    try:
-        for number in range(30):
-            Store(store.root)
-            store.create(f"runs/r/changes/{number:06d}.json", b"{}")
-            commit_attempt(store)
-            store.delete([key for key in store.list("runs/r/steps") if key.endswith(".json")])
-    finally:
-        ended.set()
-        thread.join()
-    assert len(store.list("runs/r/changes")) == 30

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from made_run import commit_samples
+from run_records import run_json
 
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history import run_status
-from penstock.storage.history.run_record import RunRecord, Start, record_end, record_start
+from penstock.storage.history.run_record import Start, record_start
 from penstock.storage.history.run_status import CommitFeed, RunStatus
 from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.report import live
@@ -24,20 +25,23 @@ from penstock.storage.store import Store
 KEYS = RunKeys("r")
 
 
-@pytest.fixture(params=["directory", "object store"])
+@pytest.fixture
 def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with a run without commits; an object store with the indirect parameter `memory`."""
     monkeypatch.setattr(live, "READ_SECONDS", 60.0)  # also on a slow machine
-    uri = str(tmp_path / "store") if request.param == "directory" else f"memory://{tmp_path.name}"
-    store = Store(uri)
+    monkeypatch.setattr(live, "RECORDS_SECONDS", 0.0)
+    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
+    is_memory = getattr(request, "param", "local") == "memory"
+    store = Store(f"memory://{tmp_path.name}" if is_memory else str(tmp_path / "store"))
     create_record(store)
     return store
 
 
+ON_EVERY_STORE = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+
+
 def create_record(store: Store, id: str = "1a") -> None:
-    record = RunRecord(
-        flow="train", config={}, given={}, config_hash="", directory="", code_version="", created_at=1.0, id=id
-    )
-    store.create(KEYS.record, record.model_dump_json().encode())
+    store.create(KEYS.record, run_json(id=id))
 
 
 def commit_rollout(store: Store, r: int, reward: float = 0.5, **fields: Any) -> None:
@@ -78,8 +82,8 @@ def read_all(feed: CommitFeed) -> list[tuple[str, int]]:
     return [(commit.kind, commit.index) for commit in feed.read(60.0)]
 
 
-def test_every_commit_is_read_once_in_the_order_of_rounds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
+@ON_EVERY_STORE
+def test_every_commit_is_read_once_in_the_order_of_rounds(store: Store) -> None:
     feed = CommitFeed(store, KEYS)
     assert read_all(feed) == []
     for r in range(3):
@@ -120,6 +124,7 @@ def test_later_reads_ask_for_the_next_round_only(store: Store, monkeypatch: pyte
     read_all(feed)
     keys: list[str] = []
     read = store.read
+    monkeypatch.setattr(run_status, "LISTING_SECONDS", 60.0)
     monkeypatch.setattr(store, "read", lambda key: keys.append(key) or read(key))
     monkeypatch.setattr(store, "list", lambda prefix: pytest.fail("a listing"))
     assert read_all(feed) == [] and len(keys) == 2
@@ -151,7 +156,7 @@ def test_answer_has_what_is_new_since_the_cursor(store: Store) -> None:
     assert everything["header"]["num_planned_rounds"] == 9
 
 
-@pytest.mark.parametrize("since", ["x", "1a-1-99-0", "1a-1--5-0", "1a-1-2", "1a-2-1-0", "---", "1a-1-\u0662-0"])
+@pytest.mark.parametrize("since", ["x", "1a-1-99-0", "1a-1--5-0", "1a-2-1-0", "1a-1-\u0662-0"])
 def test_cursor_of_another_run_or_none_gives_a_complete_answer(store: Store, since: str) -> None:
     run = live_run(store)
     for r in range(3):
@@ -191,8 +196,7 @@ def test_run_is_on_gpus_by_its_trainer_or_its_newest_processes(store: Store) -> 
     assert answer(run)["header"]["on_gpus"]
 
 
-def test_evaluations_are_sent_again_when_there_is_a_new_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_status, "LISTING_SECONDS", 0.0)
+def test_evaluations_are_sent_again_when_there_is_a_new_one(store: Store) -> None:
     run = live_run(store)
     commit_eval(store, 2, "sums", 0.5)
     first = answer(run)
@@ -213,8 +217,8 @@ def test_first_answer_of_a_long_run_says_how_much_is_missing(store: Store, monke
     assert answer(run)["num_loading"] == 0 and answer(run)["header"]["num_rounds"] == 6
 
 
-def test_run_with_the_name_of_a_removed_one_begins_anew(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "RECORDS_SECONDS", 0.0)
+@ON_EVERY_STORE
+def test_run_with_the_name_of_a_removed_one_begins_anew(store: Store) -> None:
     run = live_run(store)
     commit_round(store, 0)
     cursor = answer(run)["cursor"]
@@ -234,34 +238,30 @@ def write_status(store: Store, **fields: Any) -> None:
     store.replace(KEYS.status, RunStatus(**values).model_dump_json().encode())
 
 
+@ON_EVERY_STORE
 def test_killed_run_is_not_shown_as_running(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "RECORDS_SECONDS", 0.0)
     monkeypatch.setattr(live, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(run_status, "SILENT_SECONDS", 0.0)
     lease, run = Lease(store, new_driver_lease_key(KEYS)).take(), live_run(store)
     record_start(store, KEYS, Start())
     write_status(store, phase="stopping")
-    assert answer(run)["state"]["kind"] == "silent"  # the lease says that the driver is alive
-    assert answer(run)["status"]["phase"] == "stopping" and answer(run)["is_current"]
-    lease.release()
     shown = answer(run)
-    assert shown["state"]["kind"] == "killed" and not shown["is_current"]
+    assert (shown["state"]["kind"], shown["status"]["phase"], shown["is_current"]) == ("silent", "stopping", True)
+    lease.release()
     commit_rollout(store, 0, created_at=time.time() + 100)
     answer(run)
-    assert answer(run)["state"]["since"] > time.time() + 50  # a commit is a sign of life, too
+    shown = answer(run)
+    assert shown["state"]["kind"] == "killed" and not shown["is_current"]
+    assert shown["state"]["since"] > time.time() + 50, "a commit is a sign of life, too"
     lease = Lease(store, new_driver_lease_key(KEYS)).take()
-    record_start(store, KEYS, Start())  # resumed: the status is that of the start before
-    assert answer(run)["state"]["kind"] == "running" and answer(run)["state"]["num_starts"] == 2
-    assert not answer(run)["is_current"]
-    record_end(store, KEYS, 1, "FINISHED")
+    record_start(store, KEYS, Start())
+    shown = answer(run)
+    assert (shown["state"]["kind"], shown["state"]["num_starts"]) == ("running", 2)
+    assert not shown["is_current"], "the status is that of the start before"
     lease.release()
-    assert answer(run)["state"] | {"since": 0} == {
-        **{"kind": "ended", "outcome": "FINISHED", "driver": "", "since": 0, "num_starts": 2}
-    }
 
 
-def test_status_that_changes_is_fresh_whatever_its_clock_says(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "RECORDS_SECONDS", 0.0)
+def test_status_that_changes_is_fresh_whatever_its_clock_says(store: Store) -> None:
     lease, run = Lease(store, new_driver_lease_key(KEYS)).take(), live_run(store)
     record_start(store, KEYS, Start(at=1.0))
     write_status(store, at=100.0)  # the clock of the driver is wrong
@@ -269,13 +269,6 @@ def test_status_that_changes_is_fresh_whatever_its_clock_says(store: Store, monk
     write_status(store, at=105.0)
     assert answer(run)["state"]["kind"] == "running"
     lease.release()
-
-
-def test_damaged_status_hides_nothing_else(store: Store) -> None:
-    commit_round(store, 0)
-    store.replace(KEYS.status, b'{"record_version": 9}')
-    shown = answer(live_run(store))
-    assert shown["status"] is None and shown["header"]["num_rounds"] == 1
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

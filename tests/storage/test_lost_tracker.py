@@ -6,23 +6,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from jsonl_tracker import JsonlTracker
 from tracked_run import CONFIG, RUN, commits, offer, track
 
-from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import Delivery, Outbox, RunTracking
 from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
 
 ROUNDS = [0, 1, 2, 3]
-
-
-@pytest.fixture
-def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(title="JSONL", connect=JsonlTracker))
-    return f"jsonl://{tmp_path / 'points.jsonl'}"
 
 
 def rounds_in_file(uri: str) -> list[int]:
@@ -41,38 +33,38 @@ def delete_file(uri: str) -> None:
     Path(uri.removeprefix("jsonl://")).unlink()
 
 
-@pytest.mark.parametrize("first", [3, 6, 13], ids=["after one round", "after three rounds", "after all"])
-def test_deleted_file_is_filled_again_by_the_next_start(uri: str, tmp_path: Path, first: int) -> None:
-    track(tmp_path / "out", uri, commits()[:first])
-    delete_file(uri)
-    track(tmp_path / "out", uri, commits())
-    assert rounds_in_file(uri) == ROUNDS
+@pytest.mark.parametrize("first", [6, 13], ids=["after three rounds", "after all"])
+def test_deleted_file_is_filled_again_by_the_next_start(jsonl_uri: str, tmp_path: Path, first: int) -> None:
+    track(tmp_path / "out", jsonl_uri, commits()[:first])
+    delete_file(jsonl_uri)
+    track(tmp_path / "out", jsonl_uri, commits())
+    assert rounds_in_file(jsonl_uri) == ROUNDS
 
 
-def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path, monkeypatch) -> None:
+def test_file_deleted_during_an_outage_is_filled_again(jsonl_uri: str, tmp_path: Path, monkeypatch) -> None:
     deliver, failed = JsonlTracker.deliver, []
 
     def fail_once(self, records, commits) -> None:
         if self.path.exists() and not failed:
-            delete_file(uri)
+            delete_file(jsonl_uri)
             failed.append(True)
             raise ConnectionError("the database is gone")
         deliver(self, records, commits)
 
-    track(tmp_path / "out", uri, commits()[:6])
+    track(tmp_path / "out", jsonl_uri, commits()[:6])
     monkeypatch.setattr(JsonlTracker, "deliver", fail_once)
-    tracking = offer(RunTracking(RUN, tmp_path / "out", [uri], CONFIG).start(), commits())
+    tracking = offer(RunTracking(RUN, tmp_path / "out", [jsonl_uri], CONFIG).start(), commits())
     delivery = tracking.deliveries[0]
     while delivery.num_waiting() or delivery.problem:
         delivery.thread.join(0.05)
     tracking.close(timeout=60)
-    assert failed and rounds_in_file(uri) == ROUNDS
+    assert failed and rounds_in_file(jsonl_uri) == ROUNDS
 
 
-def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Path, monkeypatch) -> None:
+def test_driver_killed_while_it_fills_the_file_continues(jsonl_uri: str, tmp_path: Path, monkeypatch) -> None:
     """The tracker has the run again, but the mark of the records that it has must not be the old one."""
-    track(tmp_path / "out", uri, commits())
-    delete_file(uri)
+    track(tmp_path / "out", jsonl_uri, commits())
+    delete_file(jsonl_uri)
     deliver = JsonlTracker.deliver
 
     def write_and_die(self, records, commits) -> None:
@@ -82,15 +74,15 @@ def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Pat
     monkeypatch.setattr("penstock.storage.tracking.delivery.Delivery.close", lambda self, timeout: self.thread.join())
     with monkeypatch.context() as patch:
         patch.setattr(JsonlTracker, "deliver", write_and_die)
-        RunTracking(RUN, tmp_path / "out", [uri], CONFIG).start().close()
-    assert rounds_in_file(uri) == [] and Outbox(tmp_path / "out", "-jsonl").delivered_offset == 0
+        RunTracking(RUN, tmp_path / "out", [jsonl_uri], CONFIG).start().close()
+    assert rounds_in_file(jsonl_uri) == [] and Outbox(tmp_path / "out", "-jsonl").delivered_offset == 0
     (tmp_path / "out" / "delivery-jsonl.lock").unlink()  # of this process
-    track(tmp_path / "out", uri, commits())
-    assert rounds_in_file(uri) == ROUNDS
+    track(tmp_path / "out", jsonl_uri, commits())
+    assert rounds_in_file(jsonl_uri) == ROUNDS
 
 
-def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, monkeypatch) -> None:
-    track(tmp_path / "out", uri, commits())
+def test_tracker_that_has_the_run_gets_nothing_again(jsonl_uri: str, tmp_path: Path, monkeypatch) -> None:
+    track(tmp_path / "out", jsonl_uri, commits())
     sent: list[int] = []
     deliver = JsonlTracker.deliver
 
@@ -99,7 +91,7 @@ def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, m
         deliver(self, records, commits)
 
     monkeypatch.setattr(JsonlTracker, "deliver", count)
-    track(tmp_path / "out", uri, commits())
+    track(tmp_path / "out", jsonl_uri, commits())
     assert sum(sent) == 2, "the start and the end"
 
 
@@ -129,17 +121,15 @@ def test_mlflow_without_the_run_gets_all_rounds(
     ("delivered", "sent"),
     [
         (["start", "a", "end"], ["start", "end"]),
-        (["start", "a"], ["start", "a", "start", "end"]),
         (["start", "a", "end", "start", "b"], ["start", "b", "start", "end"]),
         (["start", "a", "start", "b"], ["start", "a", "start", "b", "start", "end"]),
-        (["start", "a", "start", "b", "end"], ["start", "end"]),
         (["start", "a", "start", "b", "end", "start"], ["start", "start", "end"]),
         ([], ["start", "end"]),
     ],
     ids=" ".join,
 )
 def test_records_since_a_start_without_an_end_are_sent_again(
-    uri: str, delivered: list[str], sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jsonl_uri: str, delivered: list[str], sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: list[str] = []
     monkeypatch.setattr(JsonlTracker, "buffers", True)
@@ -153,11 +143,11 @@ def test_records_since_a_start_without_an_end_are_sent_again(
             kind = name if name in ("start", "end") else "metrics"
             line = {"type": kind, "at": 1.0, "config": {}, "status": "FINISHED", "step": number, "metrics": {}}
             outbox.append(f"{name}-{len(keys)}-{number}", line)
-        delivery = Delivery(uri, RUN, tmp_path)
+        delivery = Delivery(jsonl_uri, RUN, tmp_path)
         delivery.thread.start()
         delivery.closing.set()  # as if it were killed after the delivery
         delivery.wake.set()
         delivery.thread.join()
     keys.clear()
-    assert RunTracking(RUN, tmp_path, [uri]).start().close(timeout=60) == 0
+    assert RunTracking(RUN, tmp_path, [jsonl_uri]).start().close(timeout=60) == 0
     assert [key.partition("-")[0] for key in keys] == sent

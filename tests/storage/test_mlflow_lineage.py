@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from made_run import commit_files, commit_samples, config_of, make_run, write_data
 from mlflow import MlflowClient
+from mlflow.entities import Trace
 from mlflow_content import Shown, check_content, shown_inputs
 
 from penstock.flows import promotion
@@ -56,13 +57,14 @@ def score_again(store: Store, keys: RunKeys, version: int) -> None:
     )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four rounds of `r`, the fork `f` at round 3 with two more rounds, `n`, which starts from the export of `r`, and
     `m`, which starts from a checkpoint of `r` (--load) and whose evaluation was scored again, and `c`, which starts
     from what `penstock export` has written."""
-    store = Store(str(tmp_path / "runs"))  # the path of the store looks like a part of a key
-    data = write_data(tmp_path / "data.jsonl")
+    root = tmp_path_factory.mktemp("made")
+    store = Store(str(root / "runs"))  # the path of the store looks like a part of a key
+    data = write_data(root / "data.jsonl")
     start_from(store, "r", "abc", hf_checkpoint="/hf/tiny")
     keys = make_run(store, config_of(store, data), 4, save=(2, 4), score=(0, 2, 4))
     directory = export(store, keys, 4)
@@ -77,7 +79,30 @@ def store(tmp_path: Path) -> Store:
     start_from(store, "c", "fed", hf_checkpoint="/hf/copy", export=checkpoint.attempt)
     make_run(store, config_of(store, data, "c"), 1)
     score_again(store, make_run(store, config_of(store, data, "m"), 1, save=(1,), score=(1,)), 1)
-    return store
+    promote_first(store, 2)
+    promote_first(store, 4)
+    promotion.main(["--to", "math", "--rollback", "--store", store.root])
+    return root
+
+
+def promote_first(store: Store, version: int) -> None:
+    words = [f"r/{version}", "--to", "math", "--data-set", "sums", "--force", "--store", store.root]
+    assert promotion.main(words) == 0
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Store:
+    """A copy of the store, for a test that changes it."""
+    return Store(str(shutil.copytree(template / "runs", tmp_path / "runs")))
+
+
+@pytest.fixture(scope="module")
+def sent(template: Path, empty_database: Path) -> tuple[Store, MlflowClient]:
+    """The store, and MLflow with all of its runs. Read only."""
+    store, database = Store(str(template / "runs")), template / "mlflow.db"
+    database.write_bytes(empty_database.read_bytes())
+    send(store, database, "--all", "--mlflow-trace-samples", "2")
+    return store, send(store, database, "r", "f", "--mlflow-trace-samples", "2")  # again: it changes nothing
 
 
 def send(store: Store, database: Path, *words: str) -> MlflowClient:
@@ -85,8 +110,8 @@ def send(store: Store, database: Path, *words: str) -> MlflowClient:
     return MlflowClient(f"sqlite:///{database}")
 
 
-def test_every_artifact_is_shown_once_with_its_lineage(store: Store, database: Path) -> None:
-    client = send(store, database, "--all")
+def test_every_artifact_is_shown_once_with_its_lineage(sent: tuple[Store, MlflowClient]) -> None:
+    store, client = sent
     check_content(client, read_lineage(store))
     shown = Shown(client)
     names = [run.info.run_name for run in shown.runs]
@@ -99,8 +124,8 @@ def test_every_artifact_is_shown_once_with_its_lineage(store: Store, database: P
     ]
 
 
-def test_links_lead_back(store: Store, database: Path) -> None:
-    shown = Shown(send(store, database, "--all"))
+def test_links_lead_back(sent: tuple[Store, MlflowClient]) -> None:
+    shown = Shown(sent[1])
     pages = shown.pages()
     links = {
         (page, target) for page, text in pages.items() for target in re.findall(r"/(?:runs|models)/([\w-]+)", text)
@@ -119,17 +144,27 @@ def test_links_lead_back(store: Store, database: Path) -> None:
     assert {(fork, parent)} | pairs | {(b, a) for a, b in pairs} <= links
 
 
-def test_regraded_rounds_are_curves_of_the_run_itself(store: Store, database: Path) -> None:
+def test_new_commits_are_shown_in_the_run_and_its_parts(store: Store, database: Path) -> None:
+    """Regraded rounds are curves of the run; a train run has the metrics and parameters of its rounds."""
+    key = RunKeys("n").step_prefix(2)
+    store.commit(key, Commit(kind="step", run="n", index=2, policy_version=3, summary={"train/loss": 0.5}))
+    fields = {"kind": "checkpoint", "run": "n", "index": 3, "policy_version": 3, "inputs": {"step": commit_key(key)}}
+    commit_files(store, RunKeys("n").checkpoint_prefix(3), {"w": b"3"}, **fields)
     keys = RunKeys("n")
     for r in range(2):
         prefix, inputs = keys.regrade_prefix(r, "0123abcd"), {"samples": commit_key(keys.rollout_prefix(r))}
         fields = {"run": "n", "index": r, "inputs": inputs, "summary": {"regrade@0123abcd/changed": 5.0 + r}}
         commit_files(store, prefix, {"part-00000.parquet.txt": b"rewards"}, kind="regrade", **fields)
-    client = send(store, database, "n")
-    (main,) = (run for run in Shown(client).runs if run.info.run_name == "n")
-    history = client.get_metric_history(main.info.run_id, "regrade_at_0123abcd/changed")
+    client = send(store, database, "n", "--mlflow-trace-samples", "0")
+    runs = Shown(client).named
+    history = client.get_metric_history(runs["n"].info.run_id, "regrade_at_0123abcd/changed")
     assert [(point.step, point.value) for point in history] == [(0, 5.0), (1, 6.0)]
-    assert not [run.info.run_name for run in Shown(client).runs if "regrade" in run.info.run_name]
+    assert not [name for name in runs if "regrade" in name]
+    train = runs["train-000002-000002"]
+    assert [(p.step, p.value) for p in client.get_metric_history(train.info.run_id, "train/loss")] == [(2, 0.5)]
+    params = {name: value for name, value in runs["n"].data.params.items() if name.startswith("train.")}
+    assert params and train.data.params == params
+    assert traces_of(client) == []
 
 
 def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
@@ -148,13 +183,11 @@ def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
 
 
 @pytest.mark.full
-def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.db"
-    other.write_bytes(database.read_bytes())
-    send(store, other, "--all")
+def test_track_in_any_order_gives_the_same_objects(sent: tuple[Store, MlflowClient], database: Path) -> None:
+    store, client = sent
     for run in (*reversed(RUNS), "r"):
         send(store, database, run)
-    first, second = (Shown(MlflowClient(f"sqlite:///{path}")) for path in (database, other))
+    first, second = Shown(MlflowClient(f"sqlite:///{database}")), Shown(client)
     assert sorted(first.model_ids.values()) == sorted(second.model_ids.values())
     assert sorted(r.info.run_name for r in first.runs) == sorted(r.info.run_name for r in second.runs)
     for name in RUNS:
@@ -162,17 +195,8 @@ def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path,
         assert (a.data.metrics, first.datasets(a)) == (b.data.metrics, second.datasets(b))
 
 
-def promote_first(store: Store, version: int) -> None:
-    words = [f"r/{version}", "--to", "math", "--data-set", "sums", "--force", "--store", store.root]
-    assert promotion.main(words) == 0
-
-
-def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, database: Path) -> None:
-    promote_first(store, 2)
-    promote_first(store, 4)
-    promotion.main(["--to", "math", "--rollback", "--store", store.root])
-    client = send(store, database, "--all")
-    send(store, database, "--all")
+def test_versions_and_aliases_follow_from_commits_and_decisions(sent: tuple[Store, MlflowClient]) -> None:
+    _, client = sent
     found = {(v.name, v.version): v for v in client.search_model_versions(max_results=100)}
     policies = {key: version.tags["penstock.policy"] for key, version in found.items()}
     own = {("r", 1): "r/2", ("r", 2): "r/4", ("f", 1): "f/5", ("n", 1): "n/2", ("m", 1): "m/1"}
@@ -198,18 +222,16 @@ def test_runs_of_one_name_have_their_own_registered_versions(database: Path, tmp
     assert client.get_registered_model("r").aliases == {"candidate": 3}
 
 
-def test_promotion_is_shown_at_once(store: Store, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promotion_is_shown_at_once_and_one_without_mlflow_says_so_in_one_line(
+    store: Store, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     client = send(store, database, "r")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     promote_first(store, 4)
     assert client.get_model_version_by_alias("math", "champion").tags["penstock.policy"] == "r/4"
-
-
-def test_promotion_without_mlflow_says_so_in_one_line(
-    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    promote_first(store, 4)
+    capsys.readouterr()
+    promote_first(store, 2)
     [line] = [line for line in capsys.readouterr().out.splitlines() if "MLflow" in line]
     assert "penstock report r --to mlflow" in line
 
@@ -231,22 +253,8 @@ def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: 
     assert f"Prefect flow runs: [start 1]({url})" in run.data.tags["mlflow.note.content"]
 
 
-def test_train_run_has_the_metrics_and_parameters_of_its_rounds(store: Store, database: Path) -> None:
-    key = RunKeys("n").step_prefix(2)
-    summary = {"train/loss": 0.5}
-    store.commit(key, Commit(kind="step", run="n", index=2, policy_version=3, summary=summary))
-    fields = {"kind": "checkpoint", "run": "n", "index": 3, "policy_version": 3, "inputs": {"step": commit_key(key)}}
-    commit_files(store, RunKeys("n").checkpoint_prefix(3), {"w": b"3"}, **fields)
-    client = send(store, database, "n")
-    runs = Shown(client).named
-    train = runs["train-000002-000002"]
-    assert [(p.step, p.value) for p in client.get_metric_history(train.info.run_id, "train/loss")] == [(2, 0.5)]
-    params = {name: value for name, value in runs["n"].data.params.items() if name.startswith("train.")}
-    assert params and train.data.params == params
-
-
-def test_checkpoint_lists_its_files(store: Store, database: Path) -> None:
-    client = send(store, database, "r")
+def test_checkpoint_lists_its_files(sent: tuple[Store, MlflowClient]) -> None:
+    store, client = sent
     model = next(model for model in Shown(client).models if model.name == "r-000002")
     assert model.params["num_files"] == "2"
     location = Path(model.artifact_location.removeprefix("file://"))
@@ -256,18 +264,19 @@ def test_checkpoint_lists_its_files(store: Store, database: Path) -> None:
     assert all(any(file.xxh3 in row and str(file.bytes) in row for row in rows) for file in commit.files)
 
 
-def traces_of(client: MlflowClient) -> dict[str, Any]:
+def traces_of(client: MlflowClient) -> list[Trace]:
     [experiment] = client.search_experiments(filter_string="name = 'penstock'")
-    return {trace.info.trace_id: trace for trace in client.search_traces(locations=[experiment.experiment_id])}
+    return client.search_traces(locations=[experiment.experiment_id])
 
 
-def test_traces_of_a_round_are_logged_once_and_linked(store: Store, database: Path) -> None:
-    client = send(store, database, "r", "--mlflow-trace-samples", "2")
-    first = traces_of(client)
-    assert len(first) == 4 * 2
-    assert len(traces_of(send(store, database, "r", "--mlflow-trace-samples", "2"))) == 4 * 2
+def test_traces_of_a_round_are_logged_once_and_linked(sent: tuple[Store, MlflowClient]) -> None:
+    client = sent[1]
+    traces: dict[str, list[Trace]] = {run: [] for run in RUNS}
+    for trace in traces_of(client):
+        traces[trace.info.tags["penstock.shards"].partition("/")[0]].append(trace)
+    assert {run: len(found) // 2 for run, found in traces.items()} == {"r": 4, "f": 2, "n": 2, "m": 1, "c": 1}
     shown = Shown(client)
-    for trace in first.values():
+    for trace in traces["r"]:
         round = int(trace.info.tags["penstock.round"])
         assert trace.info.tags["penstock.shards"] == f"r/rollout/{round:06d}"
         model = shown.model_ids[trace.info.trace_metadata["mlflow.modelId"]]
@@ -275,22 +284,16 @@ def test_traces_of_a_round_are_logged_once_and_linked(store: Store, database: Pa
         assert [span.name for span in trace.data.spans] == ["sample"]  # these samples have no tokens
         assert {a.name: a.feedback.value for a in trace.info.assessments if a.feedback} == {"reward": 0.25}
         assert trace.info.execution_duration is None  # of a sample it is not measured
-    assert len(traces_of(send(store, database, "f", "--mlflow-trace-samples", "2"))) == 4 * 2 + 2 * 2
 
 
-@pytest.mark.parametrize("damage", ["missing", "damaged"])
-def test_a_lost_shard_keeps_nothing_else_from_mlflow(
-    damage: str, store: Store, database: Path, caplog: pytest.LogCaptureFixture
+def test_lost_shards_keep_nothing_else_from_mlflow(
+    store: Store, database: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    commit = store.committed(RunKeys("r").rollout_prefix(1))
-    assert commit is not None
-    shard = Path(store.path(commit.files[0].path))
-    shard.unlink() if damage == "missing" else shard.write_bytes(b"not Parquet")
+    for round, damage in ((1, Path.unlink), (2, lambda shard: shard.write_bytes(b"not Parquet"))):
+        commit = store.committed(RunKeys("r").rollout_prefix(round))
+        assert commit is not None
+        damage(Path(store.path(commit.files[0].path)))
     client = send(store, database, "r", "--mlflow-trace-samples", "2")
-    assert len(traces_of(client)) == 3 * 2
+    assert len(traces_of(client)) == 2 * 2
     assert sum(model.name == "r-000004" for model in Shown(client).models) == 1
-    assert "no traces of round 1" in caplog.text
-
-
-def test_no_traces_on_request(store: Store, database: Path) -> None:
-    assert traces_of(send(store, database, "r", "--mlflow-trace-samples", "0")) == {}
+    assert "no traces of round 1" in caplog.text and "no traces of round 2" in caplog.text

@@ -20,7 +20,7 @@ def respond(path: str, query: dict[str, str]) -> Content | None:
     return json_content({"text": SECRET, "query": query}) if path in ("", "api/run") else None
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
     with PageServer(respond) as server:
         yield server
@@ -60,41 +60,39 @@ def test_link_logs_in_and_opens_the_page(server: PageServer) -> None:
         ("{page}api/run", {"Cookie": "penstock=wrong"}, 401),
         ("{page}api/run", {"Cookie": "penstock=\u00e4"}, 401),
         ("/open/wrong", {}, 403),
-        ("/open/", {}, 403),
-        ("/", {}, 401),
         ("/api/run", {}, 401),
+        ("/api/run", {"Cookie": "penstock={login}"}, 401),  # outside the random path
     ],
 )
 def test_request_without_the_login_gets_nothing(
     server: PageServer, path: str, headers: dict[str, str], status: int
 ) -> None:
+    headers = {name: value.format(login=server.login) for name, value in headers.items()}
     found, headers, body = request(server, path.format(page=server.directory), logged_in=False, **headers)
     assert found == status and SECRET not in body and "Set-Cookie" not in headers
 
 
-def test_cookie_alone_opens_nothing_outside_the_random_path(server: PageServer) -> None:
-    for path in ("/", "/api/run", "/x/api/run"):
-        assert request(server, path)[0] == 401
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "attacker.example"}, 403),
+        ({"Host": "127.0.0.1.attacker.example"}, 403),
+        ({"Host": "[::"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://attacker.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "null"}, 403),
+        ({"Host": "localhost:8000", "Origin": "https://localhost:8000"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),  # a forwarded port
+    ],
+)
+def test_foreign_host_or_origin_is_refused(server: PageServer, headers: dict[str, str], status: int) -> None:
+    found, _, body = request(server, page(server), **headers)
+    assert found == status and (SECRET in body) == (status == 200)
+    found, answer, _ = request(server, f"/open/{server.token}", **headers)
+    assert found == status and ("Set-Cookie" in answer) == (status == 200)
 
 
-@pytest.mark.parametrize("host", ["attacker.example", "127.0.0.1.attacker.example", "[::", "", "0.0.0.0"])
-def test_foreign_host_is_refused(server: PageServer, host: str) -> None:
-    status, _, body = request(server, page(server), Host=host)
-    assert status == 403 and SECRET not in body
-    status, headers, _ = request(server, f"/open/{server.token}", Host=host)
-    assert status == 403 and "Set-Cookie" not in headers
-
-
-@pytest.mark.parametrize("origin", ["http://attacker.example", "null", "http://127.0.0.1:1", "https://localhost:8000"])
-def test_foreign_origin_is_refused(server: PageServer, origin: str) -> None:
-    assert request(server, page(server), Host="localhost:8000", Origin=origin)[0] == 403
-
-
-def test_page_works_through_a_forward_with_another_port(server: PageServer) -> None:
-    assert request(server, page(server), Host="localhost:8000", Origin="http://localhost:8000")[0] == 200
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
+@pytest.mark.parametrize("method", ["POST", "OPTIONS", "CONNECT"])
 def test_other_methods_are_refused(server: PageServer, method: str) -> None:
     status, _, body = request(server, page(server), method=method)
     assert status == 501 and SECRET not in body
@@ -121,18 +119,13 @@ def test_failure_is_shown_and_the_server_continues(server: PageServer) -> None:
     assert request(server, page(server))[0] == 200 and request(server, page(server, "missing"))[0] == 404
 
 
-def test_server_listens_on_loopback_only_and_ends_with_its_block() -> None:
-    with PageServer(respond) as server:
-        assert server.server_address[0] == "127.0.0.1"
-        port = server.server_port
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
-
-
-def test_two_servers_have_other_secrets() -> None:
+def test_servers_have_their_own_secrets_listen_on_loopback_only_and_end_with_their_blocks() -> None:
     with PageServer(respond) as one, PageServer(respond) as two:
+        assert one.server_address[0] == "127.0.0.1"
         assert len({one.token, two.token, one.login, two.login, one.directory, two.directory}) == 6
         assert request(two, two.directory, logged_in=False, Cookie=f"penstock={one.login}")[0] == 401
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", one.server_port), timeout=5)
 
 
 @pytest.mark.integration

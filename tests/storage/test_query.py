@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,8 +71,10 @@ def commit_evaluation(store: Store, keys: RunKeys, version: int, mean: float) ->
     commit_samples(store, keys.eval_prefix(version, "sums"), samples, **fields)
 
 
-def make_store(store: Store) -> Store:
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A run of four rounds with checkpoints 1 (expired), 2 and 4, and a fork of it at round 2."""
+    store = Store(str(tmp_path_factory.mktemp("store")))
     config = {"train": {"lr": 0.5}}
     for keys, more in ((KEYS, {}), (FORK, {"parent": parent_record("my-run", 2)})):
         store.create(keys.record, run_json(config=config, created_at=1e9, **more))
@@ -96,15 +99,16 @@ def make_store(store: Store) -> Store:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_store(Store(str(tmp_path_factory.mktemp("store"))))
-
-
-@pytest.fixture(scope="module")
 def sql(store: Store) -> Callable[[str], list[tuple]]:
     connection, problems = open_connection(store, store.list("runs"))
     assert problems == {}
     return lambda text: execute(connection, text)[1].fetchall()
+
+
+@pytest.fixture
+def copy(store: Store, tmp_path: Path) -> Store:
+    """A copy of the store, which a test may damage."""
+    return Store(str(shutil.copytree(store.root, tmp_path / "copy")))
 
 
 def query(store: Store, *words: str) -> int:
@@ -156,33 +160,24 @@ def test_views_of_commits(sql) -> None:
     assert sql("select value from metrics where name = 'train/loss' and run = 'my-run' and index = 3") == [(0.25,)]
 
 
-def test_prompts_have_their_fate(sql) -> None:
-    rows = sql("select fate, reason, group_id, source_epoch, source_row, num_samples, mean_reward, prompt from prompts "
-               "where run = 'my-run' and source_row = 3 order by rollout_id")  # fmt: skip
-    assert rows == [
-        ("dropped", "zero_std_0.0", "000000003", 0, 3, None, None, None),
-        ("trained", None, "000000007", 1, 3, 2, 0.5, "p3"),
-        ("buffered", None, "000000011", 2, 3, 2, 0.0, "p3"),
-        ("trained", None, "000000015", 3, 3, 2, 1.0, "p3"),
-    ]
-
-
-def test_shards_are_opened_only_if_a_query_needs_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = make_store(Store(str(tmp_path)))
-    (lost,) = tmp_path.glob("runs/my-run/rollouts/000003/*/part-*.parquet")
+def test_shards_are_opened_only_if_a_query_needs_them(copy: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    (lost,) = Path(copy.root).glob("runs/my-run/rollouts/000003/*/part-*.parquet")
     lost.unlink()
-    connection, problems = open_connection(store, ["my-run", "my-fork"])
+    connection, problems = open_connection(copy, ["my-run", "my-fork"])
     assert problems == {}
     assert execute(connection, "select count(*) from runs")[1].fetchall() == [(2,)]
     for where, count in (("rollout_id = 2", 6), ("rollout_id < 2 and run = 'my-run'", 14), ("run = 'my-fork'", 14)):
         assert execute(connection, f"select count(reward) from samples where {where}")[1].fetchall() == [(count,)]
-    assert query(store, "select avg(reward) from samples") == 2
+    assert query(copy, "select avg(reward) from samples") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and lost.name in error
 
 
-def test_s3_store_is_queried_like_a_local_one(s3_store: Callable[..., Store], tmp_path: Path, sql) -> None:
-    remote = make_store(s3_store(tmp_path.name))
+def test_s3_store_is_queried_like_a_local_one(
+    store: Store, s3_store: Callable[..., Store], tmp_path: Path, sql: Callable[[str], list[tuple]]
+) -> None:
+    remote = s3_store(tmp_path.name)
+    remote.fs.put(f"{store.root}/", remote.root, recursive=True)
     connection, problems = open_connection(remote, ["my-run", "my-fork"])
     assert problems == {}
     text = "select run, rollout_id, avg(reward), max(len(token_ids)) from samples group by all order by all"
@@ -237,15 +232,12 @@ MIXES = [
     "SELECT COUNT ( * ) FROM eval_samples",
     "with s as (select * from samples) select quantile_cont(reward, 0.9) from s -- of each run",
     "select sum(seconds) over (order by rollout_id) from steps where rollout_id = 1 /* run */",
-    "select max(value) from metrics where name <> 'run'",
     "create temp table t as select mode(status) as m from samples; select * from t",
 ]
 KEEPS_APART = [
     "select run, rollout_id, avg(reward) from samples group by all",
     "select avg(reward) from samples as s where s.\"run\" = 'my-run'",
-    "select avg(reward) from samples join steps using (run, rollout_id)",
     "select count(*) from runs",
-    "select count(*) from range(3)",
     "select reward from samples limit 1",
 ]
 
@@ -260,9 +252,7 @@ def test_aggregate_over_several_runs_warns_unless_run_is_named(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "text", re.findall(r'penstock query "(select .*?)"', USAGE + DOC) + QUESTIONS[1] + QUESTIONS[7]
-)
+@pytest.mark.parametrize("text", re.findall(r'penstock query "(select .*?)"', USAGE + DOC) + QUESTIONS[1])
 def test_printed_queries_do_not_mix_runs(text: str, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert query(store, text) == 0
     assert capsys.readouterr().err == ""
@@ -275,19 +265,14 @@ def test_printed_queries_do_not_mix_runs(text: str, store: Store, capsys: pytest
     "statement",
     [
         "select * from read_csv('/etc/passwd')",
-        "select * from read_text('/etc/passwd')",
         "select * from '/etc/passwd'",
         "select * from glob('/etc/*')",
         "copy (select 1) to '{path}'",
-        "export database '{path}'",
         "attach '{path}'",
         "install httpfs",
-        "load httpfs",
         "create persistent secret (type s3)",
         "set enable_external_access=true",
-        "reset enable_external_access",
         "set lock_configuration=false",
-        "set temp_directory='{path}'",
         "select * from REWARDS",  # a Python variable
     ],
 )
@@ -351,16 +336,12 @@ def test_without_sql_the_views_are_listed(store: Store, capsys: pytest.CaptureFi
     ("words", "message"),
     [
         (["select rewrd from samples"], 'Candidate bindings: "reward"'),
-        (["select 1 from sampels"], 'Did you mean "samples"'),
         (["select"], "Parser Error"),
-        (["select reward::date from samples"], "cast"),
         ([" "], "the SQL is empty"),
         (["/* none */"], "contains no statement"),
-        (["select 1", "select 2"], "pass one of them"),
         (["select 1", "--file", "q.sql"], "pass one of them"),
         (["select 1", "--format", "xml"], "--format takes table, csv, json, jsonl"),
         (["select 1", "--run", "ghost"], "no run 'ghost'"),
-        (["select 1", "--run"], "--run needs a value"),
         (["select 1", "--lr", "1"], "--lr has no effect on penstock query"),
         (["--file", "/nonexistent/q.sql"], "no such file"),
         (["--file", sys.executable], "is not UTF-8 text"),
@@ -374,14 +355,13 @@ def test_invalid_request_is_a_one_line_error(
     assert error.count("\n") == 1 and message in error and "LINE 1" not in error, error
 
 
-def test_damaged_run_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = make_store(Store(str(tmp_path)))
-    Path(store.path(commit_key(FORK.step_prefix(1)))).write_text("{")
-    store.create("runs/lost/steps/000000.commit.json", Commit(kind="step").model_dump_json().encode())
-    store.create("runs/bad/run.json", b"[]")
-    store.create("runs/removed/removed.json", b"")
-    store.create("runs/removed/run.json", b"{")
-    assert query(store, "select run, num_steps from runs", "--format", "csv") == 0
+def test_damaged_run_is_left_out(copy: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(copy.path(commit_key(FORK.step_prefix(1)))).write_text("{")
+    copy.create("runs/lost/steps/000000.commit.json", Commit(kind="step").model_dump_json().encode())
+    copy.create("runs/bad/run.json", b"[]")
+    copy.create("runs/removed/removed.json", b"")
+    copy.create("runs/removed/run.json", b"{")
+    assert query(copy, "select run, num_steps from runs", "--format", "csv") == 0
     out, err = capsys.readouterr()
     assert out == "run,num_steps\nmy-run,4\n"
     assert re.findall(r"^run (\S+) is damaged and is left out: ", err, re.M) == ["bad", "lost", "my-fork"]

