@@ -403,7 +403,8 @@ def rows_of_toml_shapes() -> Iterator[Bad]:
     for content, culprit in (
         ("\n\n# only a comment\n", "row.toml"), ("lr = 1e-6", "lr"), ("train = 5", "train"), ("train = []", "train"),
         ("[[train]]\nlr = 1e-6", "train"), ("[trian]\nlr = 1", "trian"), ("[train.lr]\nx = 1", "--lr"),
-        ("[train]\nlearning_rate = 1", "learning_rate"), ("[train]\nlr = 1\nlr = 2", "row.toml"),
+        ("[train]\nlearning_rate = 1", "learning_rate: no such option: did you mean lr?"),
+        ("[train]\nlr = 1\nlr = 2", "row.toml"),
         ("[train]\nuse-kl-loss = true", "use-kl-loss"), ("[rollout]\nlr = 1", "lr"), ("[train]\nlr =", "row.toml"),
         ("lr: 1", "row.toml"), ("[train]\nlr = 1979-05-27", "--lr"), ("[train]\nlr = 0x1G", "row.toml"),
         ("[rollout.engine_options]\nx = 1979-05-27T07:32:00Z", "--sglang-x"),

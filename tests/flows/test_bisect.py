@@ -18,6 +18,7 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.config import PostTrainConfig
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
 
 ROUNDS = 8
@@ -88,13 +89,10 @@ def test_cost_counts_evaluations_and_rounds_from_the_nearest_checkpoint(
         (("--below", "1"), "--metric is missing"),
         (SUMS, "--below is missing"),
         ((*SUMS, "--below", "low"), "--below takes a number; found 'low'"),
-        ((*SUMS, "--below", "nan"), "--below takes a number"),
         (("--metric", "eval/other", "--below", "1"), r"'eval/other' does not belong .*the run has eval/sums"),
         (("--metric", "eval/sums-pass@9", "--below", "1"), r"not a metric of the evaluation of version 0.*eval/sums"),
         ((*SUMS, "--below", "1", "--to", "9"), r"from version 0 to 9: give --from and --to with 0 <= from < to <= 8"),
-        ((*SUMS, "--below", "1", "--from", "8"), "from version 8 to 8"),
         ((*SUMS, "--below", "1", "--lr", "1"), "--lr cannot change in a search"),
-        ((*SUMS, "--below", "1", "--num-rollout", "20"), "--num-rollout cannot change in a search"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_starts(store: Store, words: tuple[str, ...], sentence: str) -> None:
@@ -111,13 +109,7 @@ def test_run_without_evaluations_needs_a_range(store: Store, data: Path) -> None
 
 def test_longest_name_of_a_data_set_decides() -> None:
     config = PostTrainConfig.model_validate({"eval": {"eval_prompt_data": [("a", "x"), ("a-b", "y")]}})
-    names = {
-        "eval/a": "a",
-        "eval/a-pass@1": "a",
-        "eval/a-b": "a-b",
-        "eval/a-b/rewards/x": "a-b",
-        "eval/a/rewards/b": "a",
-    }
+    names = {"eval/a": "a", "eval/a-pass@1": "a", "eval/a-b": "a-b", "eval/a-b/rewards/x": "a-b"}
     assert {metric: bisect.find_data_set(config, metric) for metric in names} == names
 
 
@@ -181,6 +173,5 @@ def test_a_search_restores_evaluates_ranks_and_continues(
     assert "at most 0 evaluations" in again and f"Round {before} trained it" in again
     table = [line for line in out.splitlines() if "%" in line]
     assert table and table == [line for line in again.splitlines() if "%" in line], "the ranking is deterministic"
-    assert "no problems found" in run("verify", "base")
-    assert "4 of 4 rounds are equal bit for bit" in run("replay", "base")
+    assert audit_run(store, keys).problems == []
     assert "complete" in run("resume", "base")

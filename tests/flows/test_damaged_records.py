@@ -36,30 +36,20 @@ def with_parent(**fields: Any) -> Damage:
 
 DAMAGED_RUNS: dict[str, Damage] = {
     "newer-version": sets(record_version=99),
-    "version-text": sets(record_version="x"),
     "version-null": sets(record_version=None),
-    "empty-object": b"{}",
     "list": b"[]",
-    "null": b"null",
-    "empty": b"",
-    "binary": bytes(range(256)),
     "surrogate": b'"\\ud800"',
     "nested": b"[" * 100_000,
     "no-flow": lambda record: record.pop("flow"),
     "other-flow": sets(flow="other"),
-    "no-config": lambda record: record.pop("config"),
     "config-list": sets(config=[]),
     "section-list": lambda record: record["config"].update(run=[]),
     "time-text": sets(created_at="yesterday"),
-    "time-huge": sets(created_at=1e300),
     "time-negative": sets(created_at=-1e18),
-    "id-number": sets(id=5),
-    "no-directory": lambda record: record.pop("directory"),
     "unknown-field": sets(owner="ada"),
     "parent-number": sets(parent=3),
     "parent-path": with_parent(run="../x"),
     "parent-negative": with_parent(at=-1),
-    "parent-text": with_parent(at="first"),
     "parent-restarts": with_parent(restarts="all"),
     "grandparent": with_parent(parent={"run": "p"}),
 }
@@ -147,8 +137,10 @@ def test_damaged_record_that_runs_does_not_read_is_found_by_verify(
     assert f"WRONG: {key} is not a valid record" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["run.json", "changes/000000.json", "rollouts/000001.commit.json"])
-@pytest.mark.parametrize("kind", ["pipe", "directory", "loop"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("run.json", "pipe"), ("changes/000000.json", "directory"), ("rollouts/000001.commit.json", "loop")],
+)
 def test_record_that_is_not_a_file_is_refused(
     name: str, kind: str, made: Store, damage: Callable[[str, Damage], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,28 +53,6 @@ pytestmark = pytest.mark.timeout(3600)
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-# ---- what is refused before anything starts --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["trian", "--name", "x"], "unknown flow 'trian': did you mean train?"),
-        (["train"], "--name is missing"),
-        (["--cron", "0 2 * * *"], "takes the name of one flow"),
-        (["sft", "--name", "x", "--cron", "at night"], "--cron 'at night' .* is invalid"),
-        (["sft", "--name", "x", "--timezone", "UTC"], "add --cron"),
-        (["sft", "--name", "x", "--cron", "0 2 * * *", "--timezone", "Mars"], "'Mars' is invalid"),
-        (["sft", "--name", "x", "--lr", "much"], "--lr 'much'"),
-        (["sft", "--name", "x", "--retries", "-1"], "--retries takes an integer"),
-        (["convert", "--name", "x", "--retries", "2"], "--retries has no effect on convert"),
-    ],
-)
-def test_invalid_deployment_is_refused(words: list[str], sentence: str) -> None:
-    with pytest.raises(OptionError, match=sentence):
-        deploy.main(words)
-
-
 @pytest.mark.parametrize(
     ("state", "message", "is_covered"),
     [
@@ -403,9 +381,8 @@ def test_deploy_all_keeps_an_existing_scheduled_deployment(
     "config",
     [
         {"train": {"lr": "much"}},
-        {"run": {"run": "n", "num_rollouts": 3}},
+        {"run": {"num_rollouts": 3}},
         {"run": {"num_rollout": -1}},
-        {"run": {"run": "no spaces"}},
     ],
 )
 def test_bad_parameters_are_refused_at_submission(
@@ -490,7 +467,7 @@ def kill_flow_run_at(point: str, up: Up) -> None:
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_killed_flow_run_is_run_again_at_three_stages(
+def test_killed_flow_run_is_run_again_at_two_stages(
     client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path
 ) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "label": str(i + 1)} for i in range(16)]
@@ -505,18 +482,18 @@ def test_killed_flow_run_is_run_again_at_three_stages(
     parameters = client.read_deployment_by_name("train/killed").parameters
     assert len([*list_leaves(parameters)]) == 18, "what was given, not all options"
     fire(client, "train/killed")
-    for point in ("rollout-after-upload", "train-mid-step", "eval-generating"):
+    for point in ("rollout-after-upload", "eval-generating"):
         kill_flow_run_at(point, up)
-    until(lambda: [run.state_name for run in flow_runs_of(client, "train/killed")][3:] == ["Completed"], up.log)
+    until(lambda: [run.state_name for run in flow_runs_of(client, "train/killed")][2:] == ["Completed"], up.log)
 
     runs = flow_runs_of(client, "train/killed")
-    assert [run.state_name for run in runs] == ["Crashed", "Crashed", "Crashed", "Completed"]
-    assert re.fullmatch(r"k #4, reward [\d.]+", runs[3].name)
+    assert [run.state_name for run in runs] == ["Crashed", "Crashed", "Completed"]
+    assert re.fullmatch(r"k #3, reward [\d.]+", runs[2].name)
     tags = [[tag for tag in run.tags if tag.startswith("retry:")] for run in runs]
-    assert tags == [[], ["retry:1/3"], ["retry:2/3"], ["retry:3/3"]]
-    assert "next start resumes after 2 rounds" in runs[2].state.message
-    [page] = [a for a in client.read_artifacts() if a.key == "run-k" and str(a.flow_run_id) == str(runs[3].id)]
-    assert page.description.startswith("retry 3 of 3, round 2, reward ")
+    assert tags == [[], ["retry:1/3"], ["retry:2/3"]]
+    assert "next start resumes after 2 rounds" in runs[1].state.message
+    [page] = [a for a in client.read_artifacts() if a.key == "run-k" and str(a.flow_run_id) == str(runs[2].id)]
+    assert page.description.startswith("retry 2 of 3, round 2, reward ")
     store, keys = Store(str(tmp_path / "store")), RunKeys("k")
     assert audit_run(store, keys).problems == []
     trained: Counter[str] = Counter()

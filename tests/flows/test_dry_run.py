@@ -28,9 +28,6 @@ RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "demo-grpo.toml"
 
 
 REWARDS = """
-def half(args, sample, **kwargs):
-    return 0.5 * (sample.response == sample.label)
-
 def broken(args, sample, **kwargs):
     return 1 / len(sample.response)
 
@@ -77,7 +74,6 @@ def planned(tiny_model: Path, tmp_path: Path, printed: Callable[..., str]) -> Ca
     ("prompt", "words", "shown"),
     [
         ("1+2=", "", "'<|user|>1+2=<|end|><|assistant|>'"),
-        ([{"role": "user", "content": "1+2="}], "", "'<|user|>1+2=<|end|><|assistant|>'"),
         ("[/b] a [b]\n", "--apply-chat-template false", r"'[/b] a [b]\n'"),
     ],
 )
@@ -92,7 +88,6 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
     ("row", "words", "text"),
     [
         ({"prompt": r"1+2= in \boxed{}", "label": 3}, "--rm-type math", None),
-        ({"prompt": "1+2=", "label": 3}, "--rm-type exact_number", None),
         ({"prompt": "1+2=", "label": 3}, "--rm-type math", r"none of the first 1 prompts contains \boxed"),
         ({"prompt": "1+2=", "label": 3}, "--rm-type dapo --reward-key score", "contains Answer:"),
         ({"prompt": "1+2=", "label": "?"}, "--rm-type gpqa", "rewards none of the first 1 labels"),
@@ -103,7 +98,6 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
             "labels, name their column with --label-key (now 'label'); the columns are 'prompt', 'label', 'answer'",
         ),
         ({"prompt": "1+2=", "label": "3"}, "--rm-type none --custom-rm-path code.py:zero", None),
-        ({"prompt": "1+2=", "label": ""}, "--rm-type zero", None),
         (
             {"prompt": "1+2=", "label": 3},
             "--rm-type none --custom-rm-path code.py:broken",
@@ -134,7 +128,6 @@ def test_warnings_of_checks_are_printed_below_the_plan_like_all_others(
         ("gbb?", True, "", True),
         ("<|user|>gbb?<|end|><|assistant|>", True, "", False),  # already rendered
         ("gbb?", True, "--apply-chat-template", False),
-        ("gbb?", True, "--apply-chat-template false", False),
         ("gbb?", False, "", False),
     ],
 )
@@ -160,7 +153,6 @@ def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--input-key question", "has no column 'question'"),
         ("--rm-type none --custom-rm-path {code}:word", "returned no number"),
         (
             "--rm-type none --custom-rm-path {code}:grade",
@@ -183,9 +175,14 @@ def test_wrong_data_or_reward_is_reported_before_a_length(
         assert error.format(code=code) in err and err.count("\n") == 1
 
 
-def test_length_is_checked_although_files_are_missing(tiny_model: Path, printed: Callable[..., str]) -> None:
+def test_other_checks_run_although_a_file_or_a_key_is_missing(
+    tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
+) -> None:
     words = small_run(tiny_model, "absent.jsonl", rollout_max_response_len="1024")
     assert "--rollout-max-response-len 1024 leaves no room" in printed(*words, "--dry-run", code=2)
+    (tmp_path / "data.jsonl").write_text('{"question": "1+1="}\n')
+    words = small_run(tiny_model, tmp_path / "data.jsonl", use_wandb="true", wandb_key="env:ABSENT")
+    assert "data.jsonl:1 has no column 'input'; it has 'question'" in printed(*words, "--dry-run", code=2)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,6 @@ def test_length_is_checked_although_files_are_missing(tiny_model: Path, printed:
     [
         ([], "", "1 process on the CPU; on a machine with GPUs: 1 x 1 GPUs, on the trainer's GPUs"),
         ([], "--num-engines 2", "2 processes on the CPU; on a machine with GPUs: 1 x 1 GPUs, on the trainer's GPUs"),
-        ([80 << 30], "", "1 x 1 GPUs, on the trainer's GPUs"),
         ([], "--ray-address ray://head:10001", "1 x 1 GPUs, on the trainer's GPUs"),
     ],
 )
@@ -208,9 +204,7 @@ def test_plan_says_where_the_engines_run(
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--rm-type exact_number", ["'' gets 0.0", "'3' gets 1.0", r"'\\boxed{3}' gets 1.0"]),
         ("--rm-type boxed_exact_number", ["'' gets 0.0", "'3' gets 0.0", r"'\\boxed{3}' gets 1.0"]),
-        ("--rm-type none --custom-rm-path {code}:half", ["'' gets 0.0", "'3' gets 0.5", r"'\\boxed{3}' gets 0.0"]),
         (
             "--rm-type none --custom-rm-path {code}:broken",
             ["'' gets ZeroDivisionError: ", "'3' gets 1.0", r"'\\boxed{3}' gets 0.111"],
@@ -257,7 +251,6 @@ def test_first_conversation_is_printed_with_what_is_trained(
     ("messages", "said"),
     [
         ([("user", "1" * 5000), ("assistant", "2")], "tokens, but the model has only"),
-        ([("user", "1"), ("assistant", "2" * 5000)], "tokens, but the model has only"),
         (
             [("user", "1"), ("untrained", "2"), ("user", "1"), ("untrained", "3")],
             "no token of the conversation would be trained on",
@@ -279,7 +272,6 @@ def test_sft_refuses_rows_that_are_too_long_or_train_nothing(
     [
         ({}, "ready: the same command without --dry-run starts the run"),
         ({"prompt_data": "absent.jsonl"}, "not ready here: --prompt-data absent.jsonl does not exist here; prompts"),
-        ({"hf_checkpoint": "/absent"}, "not ready here: --hf-checkpoint /absent (weights) does not exist"),
         ({"custom_rm_path": "mine.py:f", "rm_type": "none"}, "not ready here: --custom-rm-path mine.py does not exist"),
         ({"use_wandb": "true", "wandb_key": "env:ABSENT"}, "not ready here: the trackers: "),
     ],
@@ -300,22 +292,12 @@ def test_last_line_says_whether_the_run_is_ready(
     assert ("passes   " in out) == ("does not exist" not in last)
 
 
-def test_rows_are_checked_although_a_key_of_a_tracker_is_missing(
-    tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    (tmp_path / "data.jsonl").write_text('{"question": "1+1="}\n')
-    words = small_run(tiny_model, tmp_path / "data.jsonl", use_wandb="true", wandb_key="env:ABSENT")
-    assert "data.jsonl:1 has no column 'input'; it has 'question'" in printed(*words, "--dry-run", code=2)
-
-
 @pytest.mark.parametrize(
     ("flags", "command"),
     [
         ("--hf-checkpoint Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
-        ("--ref-load meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
         ("--use-opd --opd-teacher-load a/b", "hf download a/b --local-dir b"),
         ("--prompt-data openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
-        ("--eval-prompt-data a openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
     ],
 )
 def test_name_on_the_hub_is_refused_with_the_download_command(
@@ -346,7 +328,7 @@ def test_plan_without_the_gpus_that_the_engines_need_is_not_ready_here(
     assert verdict.startswith("not ready here: the engines: --") and verdict.endswith("was checked")
 
 
-@pytest.mark.parametrize("also", ["", "--eval-interval 5", "--n-samples-per-eval-prompt 4 --log-passrate"])
+@pytest.mark.parametrize("also", ["", "--eval-interval 5"])
 def test_dry_run_of_an_evaluation_shows_its_first_prompt_and_no_training(
     also: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
@@ -399,7 +381,7 @@ def test_dry_run_of_resume_plans_the_recorded_run(
     assert out.startswith("committed rounds: 1; ") == (flow != "evaluate")
 
 
-@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "regrade r", "verify r", "samples r"])
+@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "verify r"])
 def test_commands_without_dry_run_name_those_that_have_it(command: str, printed: Callable[..., str]) -> None:
     assert "--dry-run: train, sft, eval and resume have it" in printed(*command.split(), "--dry-run", code=2)
 
@@ -421,7 +403,6 @@ def checkpoint(directory: Path, quantization: dict[str, object] | None) -> PostT
     ("name", "quantization", "by_engines", "shown", "is_warned"),
     [
         ("Qwen3-4B-FP8", None, None, "BF16 in the files, not quantized", True),
-        ("fp8", None, None, "BF16 in the files, not quantized", True),
         ("fp8", BLOCKS, None, "quantized in blocks of 128 x 128", False),
         ("plain", BLOCKS, None, "quantized in blocks of 128 x 128", False),
         ("plain", None, None, "BF16 in the files, not quantized", False),
@@ -438,14 +419,17 @@ def test_plan_reads_whether_the_weights_are_quantized(
     assert [str(tmp_path / name) in warning for warning in fp8_warning(config)] == [True] * is_warned
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_page_says(
-    page: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_pages_say(
+    tiny_model: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = RECIPE.parents[2]
-    text = (root / page).read_text().rpartition("## Your own model on one GPU")[2]
-    [command] = re.findall(r"^penstock (train (?:.*\\\n)*.*--dry-run)", text, re.MULTILINE)
-    [addition] = re.findall(r"add `(--rollout-max-response-len \d+)`", text)
+    pages = []
+    for page in ("README.md", "docs/start.md"):
+        text = (root / page).read_text().rpartition("## Your own model on one GPU")[2]
+        [command] = re.findall(r"^penstock (train (?:.*\\\n)*.*--dry-run)", text, re.MULTILINE)
+        [addition] = re.findall(r"add `(--rollout-max-response-len \d+)`", text)
+        pages.append((command, addition))
+    assert pages[0] == pages[1]
     words = shlex.split(command.replace("\\\n", " "))
     words[words.index("--hf-checkpoint") + 1] = str(tiny_model)
     words[words.index("--config") + 1] = str(root / "configs" / "recipes" / "1gpu.toml")

@@ -59,8 +59,8 @@ def test_script_becomes_a_recipe_that_plans(
     assert "key-of-wandb" not in out.out
 
 
-@pytest.mark.parametrize("model", REAL_MODELS)
-def test_script_of_every_model_plans(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", {row.architecture: name for name, row in REAL_MODELS.items()}.values())
+def test_script_of_every_architecture_plans(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_config_json(tmp_path / "model", model)
     words = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
@@ -110,7 +110,6 @@ python3 train_async.py ${MODEL_ARGS[@]} --prompt-key question --wandb-key $WANDB
     [
         ("source models/qwen3-next-80B-A3B.sh\npython train.py", ModelError, "qwen3-next-80B-A3B, whose architecture"),
         ("source models/$(sed x).sh\npython train.py --hf-checkpoint /r/Qwen3-VL-8B", ModelError, "Qwen3-VL-8B, whose"),
-        ("source models/gemma4-31B.sh\npython train.py", ModelError, "gemma4-31B, whose architecture is not supported"),
         ("python train.py --bla 2 --rollout-batch-sze 3", OptionError, "--bla; --rollout-batch-sze: did you mean"),
         ("python other.py --lr 1", OptionError, "runs neither train.py nor train_async.py"),
         ("python train.py --rollout-batch-size 3 --global-batch-size 7", OptionError, "make both products equal"),
@@ -264,7 +263,7 @@ def test_paths_are_computed_from_the_directory_of_the_script(tmp_path: Path) -> 
     assert command == ["run", str(path.parent), str(tmp_path), str(path), str(path.parent)]
 
 
-@pytest.mark.parametrize("text", ["", "(", "'", '"', "$(", "${", "A=(", "`", "\\", "if", "fi", "}", "((", "$", "<<E\n"])
+@pytest.mark.parametrize("text", ["", "(", "'", "$(", "${", "A=(", "`", "\\", "if", "fi", "((", "$", "<<E\n"])
 def test_unfinished_text_does_not_fail(text: str, tmp_path: Path) -> None:
     read_script(write_script(tmp_path / "s.sh", text), lambda source: None)
     assert isinstance(list(split_statements(text)), list)
@@ -305,18 +304,17 @@ eval:
 CUSTOM = {
     "null": "mis_veto: null\nmis_mode: mask\n",
     "null in a list": "levels: [1, null]\n",
-    "null in a table": "table: {a: null, b: {c: null}}\n",
     "key with spaces and dots": "table: {'a b.c': {'d e': 1}}\n",
     "quotes, backslashes and lines": 'text: "a \\"b\\" \\\\ c\\nd"\n',
     "delete character": 'text: "a\\x7fb"\n',
-    "empty": "text: ''\nlist: []\ntable: {}\n",
     "not ASCII": "text: 'déjà 数 🙂'\n",
     "nested": "table: {a: {b: [{c: 1.5, d: true}]}}\n",
 }
 
 
-@pytest.mark.parametrize("custom", [None, *CUSTOM])
-@pytest.mark.parametrize("with_evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("custom", "with_evaluation"), [(None, False), (None, True), *((name, True) for name in CUSTOM)]
+)
 def test_recipe_is_toml_that_means_the_script(custom: str | None, with_evaluation: bool, tmp_path: Path) -> None:
     (tmp_path / "eval.yaml").write_text(EVAL)
     (tmp_path / "custom.yaml").write_text(CUSTOM[custom] if custom else "")
@@ -332,7 +330,7 @@ def test_recipe_is_toml_that_means_the_script(custom: str | None, with_evaluatio
     assert config.eval == recipe.config.eval
 
 
-@pytest.mark.parametrize("path", ["a\nb = .yaml", "a\tb.yaml", "a\x7f.yaml", "a\r\n[run]"])
+@pytest.mark.parametrize("path", ["a\x7f.yaml", "a\r\n[run]"])
 def test_comment_of_a_recipe_stays_in_its_line(path: str, tmp_path: Path) -> None:
     words = f"--hf-checkpoint /m --save /s/r --num-rollout 1 --eval-config '{path}'"
     recipe = import_script(write_script(tmp_path / "run.sh", f"python train.py {words}"))
