@@ -171,12 +171,12 @@ def _is_list(annotation: Any) -> bool:
     return any(typing.get_origin(kind) is list for kind in _alternatives(annotation))
 
 
-def _below_bound(metadata: Iterable[Any]) -> float | None:
+def _below_bound(metadata: Iterable[Any]) -> Any:
     for bound in metadata:
         if isinstance(bound, annotated_types.Ge):
-            return bound.ge - 1  # type: ignore[operator]
+            return bound.ge - 1
         if isinstance(bound, annotated_types.Gt):
-            return bound.gt  # type: ignore[return-value]
+            return bound.gt
     return None
 
 
@@ -193,7 +193,6 @@ resume ../old => ../old
 replay ../old => ../old
 replay old --from x => --from
 replay old --from -1 => --from
-replay old --from ² => --from
 replay old --from 1 --from 2 => --from
 replay old --from 2 --to 2 => --from
 replay old --to 1.5 => --to
@@ -206,12 +205,10 @@ fork ../old --at 1 --name n => ../old
 fork ghost --at 1 --name n => ghost
 fork old => --at
 fork old --at 1 => --name
-fork old --at 1.5 --name n => --at
 fork old --at 4 --name n => run 'old' has 3 trained rounds, but --at is 4
 fork old --at 1 --name a/b => --name
 fork old --at 1 --name old => run 'old' exists already
 fork old --at 1 --name n --run m => --run
-fork old --at 1 --name n --lr -1 => --lr
 fork old --at 1 --name n --learning-rate 1 => unknown flag --learning-rate
 fork old --at 2 --name n --num-rollout 1 => --num-rollout 1
 fork old --at 1 --name n --lora-rank 4 --lora-publish adapter => --lora-publish
@@ -220,7 +217,6 @@ fork old --reuse-rollouts => --name
 fork old --at 1 --name n --min-effective-sample-size 0.1 => --min-effective-sample-size
 verify ../old => ../old
 verify old --nohashes => --nohashes
-report ghost => ghost
 report ../old => ../old
 report old --max-samples 0 => --max-samples
 report old --output {root}/prompts.jsonl => --output
@@ -237,33 +233,25 @@ samples old --worst --best => cannot be combined
 samples old --status good => --status takes one of pending
 samples old --explain ghost => ghost
 samples old --explain eval-000000-sums-000000000-00 => eval-000000-sums-000000000-00
-samples old --explain 000000000-00 --round 0 => --round
 samples {root}/prompts.parquet => --store
-samples old {root}/prompts.parquet => old
 export ghost --round 0 --output {root}/new.parquet => ghost
 export old/1 --round 0 --output {root}/new.parquet => old/1
 export old --round 0 => penstock export
 export old --round 9 --output {root}/new.parquet => old
 export old --round 0 --output {root}/new.json => --output
-export old --round 0 --output {root}/prompts.parquet => --output
 export old --round 0 --output {root}/new.parquet --format hf => --format
 gc ../old => ../old
 gc --older-than x => --older-than
 gc --older-than -1 => --older-than
-gc --older-than １ => --older-than
 gc --delete=yes => --delete
-gc --force => --force
 runs old => old
 runs --store-options x => --store-options
-runs --config= => --config
-runs --config {root}/nowhere.toml => nowhere.toml
 runs --config {root}/loop => {root}/loop
 watch ../old => ../old
 watch old --port 70000 => --port
 watch --terminal => --terminal
 watch old --terminal => --terminal
 show => name of one run
-show ghost => ghost
 eval --compare old/0 => --compare
 eval --compare a b c => a b c
 eval --compare old/0 ghost/0 => ghost
@@ -271,19 +259,14 @@ eval --compare old/0 old/7 => 7
 eval --compare old/0 old/² => old
 eval --compare old/0 ../old/0 => ..
 eval --compare old/0 other => evaluated on sums and other/0 on more
-eval --compare old/0 old/00 => 00
 regrade => regrade needs the name
 regrade ../old => ../old
 regrade scored --version 7 => --version
 regrade scored --dataset ghost => --dataset
 regrade scored --rounds 0 => --rounds
-regrade scored --rounds 3-x => 3-x
 regrade scored --fail-above 1.01 => --fail-above
-regrade scored --fail-above nan => --fail-above
 regrade scored --rm-type exact_nmber => exact_nmber
-regrade scored --eval-rm-type math => --eval-rm-type
 regrade scored --pass-threshold inf => --pass-threshold
-regrade scored --custom-rm-path {root}/nowhere.py => nowhere.py
 regrade scored --rm-type math --custom-rm-path {root}/reward.py => --rm-type
 """
 WITHOUT_STORE = """
@@ -293,17 +276,13 @@ resume old --store= => --store
 fork old --at 1 --name --store x => --name
 samples {root}/prompts.parquet => prompts.parquet
 samples {root}/absent.parquet => absent.parquet
-samples {root}/prompts.parquet --worst => --worst
 runs --store nothing://x => nothing
-setup --fix => --fix
 setup --cpu --cuda => --cuda
 setup --with s4 => s4
 doctor now => now
-doctor --run x => --run
 doctor --num-gpus 8 => --num-gpus
 doctor --plan => --hf-checkpoint
 {plan} --num-gpus 0 => --num-gpus
-{plan} --num-gpus-per-node 0 => --num-gpus-per-node
 {plan} --num-gpus 6 --num-gpus-per-node 4 => --num-gpus-per-node
 {plan} --num-gpus 8 --rollout-num-gpus 8 => --rollout-num-gpus
 {plan} --num-gpus 8 --rollout-num-gpus-per-engine 3 => --rollout-num-gpus-per-engine
@@ -311,14 +290,11 @@ doctor --plan => --hf-checkpoint
 {plan} --sglang-mem-fraction-static 2 => --sglang-mem-fraction-static
 {plan} --num-gpus 3 --tensor-model-parallel-size 2 => --tensor-model-parallel-size
 {plan} --lrr 1 => --lrr
-demo now => now
 demo --seed -1 => --seed
 demo --num-rollout 1.5 => --num-rollout
-demo --sed 1 => --sed
 demo --directory {root}/file => {root}/file
 demo --fresh --directory {root}/not-empty => {root}/not-empty
 deploy a b
-deploy nightly => nightly
 deploy --name n
 deploy trian --name n => unknown flow 'trian': did you mean train?
 deploy train => --name
@@ -354,25 +330,19 @@ def rows_of_commands() -> Iterator[Bad]:
 
 EVALUATIONS = """
 --eval-prompt-data sums
---eval-prompt-data a b c
 --eval-prompt-data a/b {root}/prompts.jsonl => a/b
 --eval-prompt-data .. {root}/prompts.jsonl => ..
---eval-prompt-data sums.journal {root}/prompts.jsonl => sums.journal
 --eval-prompt-data sums.commit.json {root}/prompts.jsonl => sums.commit.json
 --eval-prompt-data sums {root}/nowhere.jsonl => nowhere.jsonl
---eval-prompt-data sums {root}/directory => {root}/directory
 --eval-prompt-data sums {root}/empty.jsonl => empty.jsonl
 --eval-prompt-data a x --eval-prompt-data a y => named a
---eval-config {root}/nowhere.toml => nowhere.toml
 --eval-config {root}/directory => {root}/directory
---eval-config {root}/binary.toml => binary.toml
 --eval-config {root}/good.toml => train
 --eval-config {root}/huge.toml => huge.toml
 --eval-config {root}/evals.toml => sums
 --eval-input-key question => question
 --eval-rm-type maths => maths
 --eval-max-response-len 256
---rm-type remote_rm => --rm-url
 """
 DATA_SET = "[[datasets]]\nname = 'a'\npath = 'p'\n"
 

@@ -241,12 +241,12 @@ def endless() -> Iterator[Case]:
 
 # ---- addresses and variables -----------------------------------------------------------------------------------------
 
-NO_URLS = ("nonsense", "http://", "ftp://host/api", "http://host:99999/api", "http://host:port/api", "http://[::1/api")
+NO_URLS = ("nonsense", "http://", "ftp://host/api", "http://host:99999/api", "http://[::1/api")
 
 
 def addresses() -> Iterator[Case]:
     """Addresses of services, as options and as environment variables."""
-    for url in (*NO_URLS, "http://a b/api", "://", "http://host\n/api"):
+    for url in (*NO_URLS, "http://host:port/api", "http://host\n/api"):
         train = on("train", culprit="-").words
         yield Case(f"prefect {url!r}", train, "PREFECT_API_URL", environment={"PREFECT_API_URL": url})
     for url in (*NO_URLS[1:], "nothing://host"):
@@ -256,7 +256,7 @@ def addresses() -> Iterator[Case]:
         yield Case(f"reward {url!r}", on("train", "--rm-type", "remote_rm", "--rm-url", url).words, "--rm-url")
         wandb = ("--use-wandb", "--wandb-mode", "offline", "--wandb-host", url)
         yield Case(f"wandb {url!r}", on("train", *wandb).words, "--wandb-host")
-    for address in ("gar:bage:1", "host:99999", "host", "host:", ":6379", "ray://host:x", "a b:1", "http://h:1", ""):
+    for address in ("gar:bage:1", "host:99999", "host", ":6379", "ray://host:x", "http://h:1", ""):
         words = on("train", "--ray-address", "auto").words
         if address:
             yield Case(f"RAY_ADDRESS {address}", words, "RAY_ADDRESS", environment={"RAY_ADDRESS": address})

@@ -43,19 +43,15 @@ def text(file: str, content: str) -> Change:
     return lambda model: (model / file).write_text(content) and None
 
 
-def added_token(id: int) -> Change:
+def token(id: int, *, added: bool) -> Change:
+    """Add a token to the tokenizer, either as one that is added to its vocabulary or to the vocabulary itself."""
+
     def change(model: Path) -> None:
         tokenizer = json.loads((model / "tokenizer.json").read_text())
-        tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": id, "content": "<|new|>"})
-        (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-    return change
-
-
-def vocabulary(id: int) -> Change:
-    def change(model: Path) -> None:
-        tokenizer = json.loads((model / "tokenizer.json").read_text())
-        tokenizer["model"]["vocab"]["~"] = id
+        if added:
+            tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": id, "content": "<|new|>"})
+        else:
+            tokenizer["model"]["vocab"]["~"] = id
         (model / "tokenizer.json").write_text(json.dumps(tokenizer))
 
     return change
@@ -83,13 +79,19 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "negative end token": (entry("config.json", eos_token_id=-1), "eos_token_id -1, which is not a token id"),
     "broken generation_config.json": (text("generation_config.json", "{"), "generation_config.json is not a JSON"),
     "a list as generation_config.json": (text("generation_config.json", "[]"), "generation_config.json is not a JSON"),
-    "added token beyond the vocabulary": (added_token(900), "the token '<|new|>' the id 900, but it is loaded with"),
-    "token beyond the vocabulary": (vocabulary(64), "has token id 64 ('~'), but vocab_size in config.json is 64"),
+    "added token beyond the vocabulary": (
+        token(900, added=True),
+        "the token '<|new|>' the id 900, but it is loaded with",
+    ),
+    "token beyond the vocabulary": (
+        token(64, added=False),
+        "has token id 64 ('~'), but vocab_size in config.json is 64",
+    ),
 }
 SOUND: dict[str, Change] = {
     "no generation_config.json": lambda model: (model / "generation_config.json").unlink(),
     "several end tokens": entry("generation_config.json", eos_token_id=[1, 63]),
-    "the next added token": added_token(54),
+    "the next added token": token(54, added=True),
     "an index": index(),
     "the largest bf16": weight("q_proj", torch.finfo(torch.bfloat16).max, torch.bfloat16),
 }
@@ -138,15 +140,14 @@ def test_conversion_checks_all_values(tiny_model: Path, tmp_path: Path, monkeypa
     assert not [key for key in store.walk("models") if key.key.endswith(".commit.json")]
 
 
-@pytest.mark.parametrize("kept", [("config.json", 7), ("generation_config.json", [7, 8])])
+@pytest.mark.parametrize("ids", [(7, None), (None, [7, 8])])
 def test_end_token_that_ends_no_generation_is_a_warning(
-    kept: tuple[str, Any], tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ids: tuple[Any, Any], tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    tokenizer = PromptTokenizer(model, apply_chat_template=True)
-    check_vocabulary(tokenizer, 64, model)
+    check_vocabulary(PromptTokenizer(model, apply_chat_template=True), 64, model)
     assert caplog.text == ""
-    for file in ("config.json", "generation_config.json"):
-        entry(file, eos_token_id=kept[1] if file == kept[0] else None)(model)
+    for file, id in zip(("config.json", "generation_config.json"), ids):
+        entry(file, eos_token_id=id)(model)
     check_vocabulary(PromptTokenizer(model, apply_chat_template=True), 64, model)
     assert "ends a turn with '<|end|>' (id 1), but config.json and generation_config.json name " in caplog.text
