@@ -189,8 +189,6 @@ IN_STORE = """
 resume
 resume a b => a b
 resume ghost => ghost
-resume ../old => ../old
-replay ../old => ../old
 replay old --from x => --from
 replay old --from -1 => --from
 replay old --from 1 --from 2 => --from
@@ -215,9 +213,7 @@ fork old --at 1 --name n --lora-rank 4 --lora-publish adapter => --lora-publish
 fork old --at 1 --name n --store-single-writer maybe => --store-single-writer
 fork old --reuse-rollouts => --name
 fork old --at 1 --name n --min-effective-sample-size 0.1 => --min-effective-sample-size
-verify ../old => ../old
 verify old --nohashes => --nohashes
-report ../old => ../old
 report old --max-samples 0 => --max-samples
 report old --output {root}/prompts.jsonl => --output
 report old --output {root}/directory => --output
@@ -240,14 +236,12 @@ export old --round 0 => penstock export
 export old --round 9 --output {root}/new.parquet => old
 export old --round 0 --output {root}/new.json => --output
 export old --round 0 --output {root}/new.parquet --format hf => --format
-gc ../old => ../old
 gc --older-than x => --older-than
 gc --older-than -1 => --older-than
 gc --delete=yes => --delete
 runs old => old
 runs --store-options x => --store-options
 runs --config {root}/loop => {root}/loop
-watch ../old => ../old
 watch old --port 70000 => --port
 watch --terminal => --terminal
 watch old --terminal => --terminal
@@ -260,7 +254,6 @@ eval --compare old/0 old/² => old
 eval --compare old/0 ../old/0 => ..
 eval --compare old/0 other => evaluated on sums and other/0 on more
 regrade => regrade needs the name
-regrade ../old => ../old
 regrade scored --version 7 => --version
 regrade scored --dataset ghost => --dataset
 regrade scored --rounds 0 => --rounds
@@ -318,6 +311,8 @@ def rows_of_commands() -> Iterator[Bad]:
         for row in text.replace("{long number}", "9" * 400).strip().splitlines():
             words, culprit = split_row(row)
             yield Bad((*words, *more), culprit)
+    for command in ("resume", "replay", "verify", "report", "gc", "watch", "show", "regrade"):
+        yield Bad((command, "../old", "--store", "{root}/runs"), "../old")
     for name in ("", LONG, "a b"):
         yield Bad(("resume", name, "--store", "{root}/runs"), name[:3] or "''")
     for words, culprit in (

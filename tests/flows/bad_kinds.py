@@ -20,18 +20,32 @@ from pathlib import Path
 import pytest
 from bad_inputs import on
 
-Make = Callable[[Path, Path], object]  # (directory of the case, root) -> writes what the words name
+Content = bytes | str | Callable[[Path], object]  # of a file, or writes it
+COPIES = {"model": "model", "store": "runs"}  # directory of a case -> the directory of `root` that it is a copy of
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command that must be refused, and what its message must name."""
+    """A command that must be refused, what its message must name, and the files of the case."""
 
     id: str
     words: tuple[str, ...]
     culprit: str
-    make: Make = lambda case, root: None
+    files: dict[str, Content] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+
+    def write(self, directory: Path, root: Path) -> None:
+        """Write the files. One in a directory of COPIES replaces that of the copy."""
+        for name, content in self.files.items():
+            path, first = directory / name, name.partition("/")[0]
+            if first in COPIES:
+                shutil.copytree(root / COPIES[first], directory / first)
+                path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            if callable(content):
+                content(path)
+            else:
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 # ---- files that cannot be read ---------------------------------------------------------------------------------------
@@ -42,6 +56,7 @@ UNREADABLE: dict[str, Callable[[Path], object]] = {
     "directory": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
 }
+MODEL = on("train", "--hf-checkpoint", "{case}/model").words
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 
@@ -66,49 +81,13 @@ def unreadable_files() -> Iterator[Case]:
     }
     for kind, make in UNREADABLE.items():
         for name, words in places.items():
-            yield Case(f"{kind} {name}", words, name, lambda case, root, make=make, name=name: make(case / name))
+            yield Case(f"{kind} {name}", words, name, {name: make})
         for name in MODEL_FILES:
             if kind in ("loop", "directory") and name in ("generation_config.json", "tokenizer_config.json"):
                 continue  # as without the file
-            yield Case(
-                f"{kind} {name}",
-                on("train", "--hf-checkpoint", file + "model").words,
-                "model",
-                lambda case, root, make=make, name=name: replace_in_model(case, root, name, make),
-            )
-    yield Case(
-        "pipe report",
-        ("report", "old", "--output", file + "r.html", "--store", "{root}/runs"),
-        "r.html",
-        lambda case, root: os.mkfifo(case / "r.html"),
-    )
-
-
-def replace_in_model(case: Path, root: Path, name: str, make: Callable[[Path], object]) -> None:
-    """Copy the model and replace one of its files."""
-    shutil.copytree(root / "model", case / "model")
-    (case / "model" / name).unlink(missing_ok=True)
-    make(case / "model" / name)
-
-
-def model_with(name: str, content: bytes | int) -> Make:
-    """Copy the model with another content of a file, or with a sparse file of a size."""
-
-    def make(path: Path) -> None:
-        path.write_bytes(content) if isinstance(content, bytes) else write_sparse(path, content)
-
-    return lambda case, root: replace_in_model(case, root, name, make)
-
-
-def write_sparse(path: Path, num_bytes: int) -> None:
-    """Write a file of zeros that takes no room on the disk."""
-    with path.open("wb") as file:
-        file.truncate(num_bytes)
-
-
-def write(name: str, content: bytes | str) -> Make:
-    """Write one file of the case."""
-    return lambda case, root: (case / name).write_bytes(content.encode() if isinstance(content, str) else content)
+            yield Case(f"{kind} {name}", MODEL, "model", {f"model/{name}": make})
+    report = ("report", "old", "--output", file + "r.html", "--store", "{root}/runs")
+    yield Case("pipe report", report, "r.html", {"r.html": os.mkfifo})
 
 
 # ---- damaged and oversized content -----------------------------------------------------------------------------------
@@ -126,11 +105,20 @@ def compressed(suffix: str, data: bytes) -> bytes:
     return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](data)
 
 
-def bomb(suffix: str) -> bytes:
+def write_bomb(path: Path) -> None:
     """Compress 320 MiB of a repeated row."""
     row = json.dumps({"prompt": "1+1=" + "x" * 1000, "label": "2"}).encode() + b"\n"
-    chunk = compressed(suffix, row * (8 << 10))  # 8 MiB; all formats allow concatenation
-    return chunk * 40
+    path.write_bytes(gzip.compress(row * (8 << 10)) * 40)  # the format allows concatenation
+
+
+def sparse(num_bytes: int) -> Content:
+    """Return a function that writes a file of zeros, which takes no room on the disk."""
+
+    def write(path: Path) -> None:
+        path.touch()
+        os.truncate(path, num_bytes)
+
+    return write
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -141,10 +129,10 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def write_damaged(path: Path, damage: Callable[[bytes], bytes]) -> None:
-    """Write a compressed file of rows after a change."""
+def damaged(damage: Callable[[bytes], bytes]) -> Content:
+    """Return a function that writes a compressed file of rows after a change."""
     data = os.urandom(4000).hex().encode() + b"\n" + ROW * 50
-    path.write_bytes(damage(compressed(path.suffix[1:], data)))
+    return lambda path: path.write_bytes(damage(compressed(path.suffix[1:], data)))
 
 
 def contents() -> Iterator[Case]:
@@ -153,24 +141,13 @@ def contents() -> Iterator[Case]:
         name = f"prompts.jsonl.{suffix}"
         row = on("train", "--prompt-data", f"{{case}}/{name}").words
         for kind, damage in DAMAGES.items():
-            yield Case(
-                f"{suffix} {kind}", row, name, lambda case, root, n=name, damage=damage: write_damaged(case / n, damage)
-            )
+            yield Case(f"{suffix} {kind}", row, name, {name: damaged(damage)})
     row = on("train", "--prompt-data", "{case}/bomb.jsonl.gz@[-9:]").words
-    yield Case("gz bomb", row, "bomb.jsonl.gz", lambda case, root: (case / "bomb.jsonl.gz").write_bytes(bomb("gz")))
-    long = "{case}/long.jsonl"
-    yield Case(
-        "endless line",
-        on("train", "--prompt-data", long).words,
-        "long.jsonl:1",
-        lambda case, root: write_sparse(case / "long.jsonl", 100 << 20),
-    )
-    yield Case(
-        "prompt of 10 MiB",
-        on("train", "--prompt-data", long).words,
-        "long.jsonl",
-        write("long.jsonl", json.dumps({"prompt": "x1" * (5 << 20), "label": "2"}) + "\n"),
-    )
+    yield Case("gz bomb", row, "bomb.jsonl.gz", {"bomb.jsonl.gz": write_bomb})
+    row = on("train", "--prompt-data", "{case}/long.jsonl").words
+    yield Case("endless line", row, "long.jsonl:1", {"long.jsonl": sparse(100 << 20)})
+    prompt = json.dumps({"prompt": "x1" * (5 << 20), "label": "2"})
+    yield Case("prompt of 10 MiB", row, "long.jsonl", {"long.jsonl": prompt})
     for kind, text in {
         "bomb": BILLION_LAUGHS,
         "cycle": "lr: &a [*a]\n",
@@ -181,20 +158,20 @@ def contents() -> Iterator[Case]:
         "surrogate": 'lr: "\\ud800"\n',
     }.items():
         words = on("train", "--custom-config-path", "{case}/more.yaml").words
-        yield Case(f"yaml {kind}", words, "levels" if kind == "deep mapping" else "more.yaml", write("more.yaml", text))
+        yield Case(f"yaml {kind}", words, "levels" if kind == "deep mapping" else "more.yaml", {"more.yaml": text})
         evals = on("eval", "--eval-config", "{case}/evals.yaml", without="--eval-prompt-data").words
-        yield Case(f"eval yaml {kind}", evals, "evals.yaml", write("evals.yaml", f"datasets:\n  - name: a\n{text}"))
+        yield Case(f"eval yaml {kind}", evals, "evals.yaml", {"evals.yaml": f"datasets:\n  - name: a\n{text}"})
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        words = on("train", "--hf-checkpoint", "{case}/model").words
-        yield Case(f"sparse {name}", words, "model", model_with(name, 3 << 30))
-        yield Case(f"nested {name}", words, "model", model_with(name, b"[" * 100_000))
-        yield Case(f"surrogate {name}", words, "model", model_with(name, b'"\\ud800"'))
-        yield Case(f"utf-16 {name}", words, "model", model_with(name, b"\xff\xfe{\0}\0"))
-    yield Case(
-        "tracker file", on("train", "--load", "{case}").words, "latest_checkpointed_iteration.txt",
-        write("latest_checkpointed_iteration.txt", b"\xff\xfe")
-    )  # fmt: skip
-    for kind, content in {
+        for kind, content in {
+            "sparse": sparse(3 << 30),
+            "nested": "[" * 100_000,
+            "surrogate": '"\\ud800"',
+            "utf-16": b"\xff\xfe{\0}\0",
+        }.items():
+            yield Case(f"{kind} {name}", MODEL, "model", {f"model/{name}": content})
+    tracker = "latest_checkpointed_iteration.txt"
+    yield Case("tracker file", on("train", "--load", "{case}").words, tracker, {tracker: b"\xff\xfe"})
+    for kind, config in {
         "no json": b"{",
         "list": b"[]",
         "text": b'{"r": 4, "lora_alpha": 16, "bias": "none"}',
@@ -202,17 +179,8 @@ def contents() -> Iterator[Case]:
         "nested": b"[" * 100_000,
     }.items():
         words = on("train", "--lora-rank", "4", "--lora-alpha", "16", "--lora-load", "{case}").words
-        yield Case(f"adapter {kind}", words, "adapter", adapter_with(content))
-
-
-def adapter_with(config: bytes) -> Make:
-    """Write an adapter with this adapter_config.json."""
-
-    def make(case: Path, root: Path) -> None:
-        (case / "adapter_config.json").write_bytes(config)
-        (case / "adapter_model.safetensors").write_bytes(b"x")
-
-    return make
+        files: dict[str, Content] = {"adapter_config.json": config, "adapter_model.safetensors": b"x"}
+        yield Case(f"adapter {kind}", words, "adapter", files)
 
 
 # ---- code and patterns that do not end -------------------------------------------------------------------------------
@@ -229,9 +197,9 @@ def endless() -> Iterator[Case]:
         for flag in ("--custom-rm-path", "--dynamic-sampling-filter-path", "--custom-advantage-function-path"):
             words = on("train", flag, "{case}/f.py", without="--rm-type" if flag == "--custom-rm-path" else "").words
             words += ("--reward-start-timeout", "2") if flag == "--custom-rm-path" else ()
-            yield Case(f"import {kind} {flag}", words, "f.py", write("f.py", code + "def f(*a, **k): return 0.0\n"))
+            yield Case(f"import {kind} {flag}", words, "f.py", {"f.py": code + "def f(*a, **k): return 0.0\n"})
         words = on("train", "--model-family-path", "{case}/f.py").words
-        yield Case(f"import {kind} family", words, "f.py", write("f.py", code))
+        yield Case(f"import {kind} family", words, "f.py", {"f.py": code})
     for pattern in (r"(.*)*$x", r"^(([a-z.0-9_])+)+$!", r"(\w|\w)*!", "(" * 3000, "a{99999999999}"):
         for flag in ("--freeze-params-name-list", "--only-train-params-name-list"):
             yield Case(f"pattern {pattern[:20]} {flag}", on("train", flag, pattern).words, flag)
@@ -271,30 +239,14 @@ AWS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}  # so that nothin
 
 def stores() -> Iterator[Case]:
     """Options and contents of stores."""
-    for name in ("runs", "models", "mlflow", "runs/new"):
-        words = on("train", "--store", "{case}").words
-        yield Case(
-            f"file {name}", words, name.partition("/")[0],
-            lambda case, root, name=name: ((case / name).parent.mkdir(exist_ok=True), (case / name).write_text("")),
-        )  # fmt: skip
-    yield Case(
-        "file tensorboard",
-        on("train", "--store", "{case}", "--use-tensorboard").words,
-        "tensorboard",
-        write("tensorboard", ""),
-    )
-    for name, what in (("rollouts", "rollout 1"), ("steps", "step 1"), ("rollouts/000000", "rollout 0")):
-        number = "000001" if "/" not in name else "000000"
-        key = f"runs/old/{name.partition('/')[0]}/{number}.commit.json"
-        yield Case(
-            f"fork without {what}",
-            ("fork", "old", "--at", "3" if number == "000001" else "1", "--name", "f", "--store", "{case}"),
-            f"{name.partition('/')[0]}/{number}",
-            lambda case, root, key=key: (
-                shutil.copytree(root / "runs", case, dirs_exist_ok=True),
-                (case / key).unlink(),
-            ),
-        )
+    for name in ("runs", "models", "mlflow", "runs/new", "tensorboard"):
+        words = on("train", "--store", "{case}", "--use-tensorboard").words
+        yield Case(f"file {name}", words, name.partition("/")[0], {name: ""})
+    for kind, number, at in (("rollouts", 1, 3), ("steps", 1, 3), ("rollouts", 0, 1)):
+        record = f"{kind}/{number:06d}"
+        words = ("fork", "old", "--at", str(at), "--name", "f", "--store", "{case}/store")
+        files = {f"store/runs/old/{record}.commit.json": lambda path: None}  # the file of the copy is removed
+        yield Case(f"fork without {record}", words, record, files)
     commands = ("runs", "show old", "verify old", "gc", "query select(1)", "rm old")
     options = ("key=5", "client_kwargs=5", "config_kwargs=x", "no_such_option=1", 'config_kwargs={"no_such":1}')
     for command, option in zip(commands, itertools.cycle(options)):
@@ -304,9 +256,8 @@ def stores() -> Iterator[Case]:
         words = on("train", "--store", "s3://bucket/x", "--store-options", option).words
         yield Case(f"train s3 {option}", words, "bucket/x", environment=AWS)
     for uri in ("s3://", "s3:///x", "s3://Bucket_With_Capitals!/x", "s3://a b/x"):
-        yield Case(
-            f"store {uri}", on("train", "--store", uri).words, "a b" if "a b" in uri else "--store", environment=AWS
-        )
+        culprit = "a b" if "a b" in uri else "--store"
+        yield Case(f"store {uri}", on("train", "--store", uri).words, culprit, environment=AWS)
 
 
 def all_cases() -> list[Case]:

@@ -38,7 +38,7 @@ def test_bad_input_of_a_kind_is_refused_in_one_line(
     def fill(text: str) -> str:
         return text.replace("{case}", str(tmp_path)).replace("{root}", str(bad_input_root))
 
-    case.make(tmp_path, bad_input_root)
+    case.write(tmp_path, bad_input_root)
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(preemption, "PATIENCE", 0.3 if case.id in ENDLESS else 5.0)

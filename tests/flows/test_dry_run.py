@@ -137,7 +137,7 @@ def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
     model = Path(shutil.copytree(tiny_model, "model"))
     if not has_template:
         (model / "chat_template.jinja").unlink()
-    data = write_rows(Path("data.jsonl"), {"input": prompt})
+    data = write_rows(Path("data.jsonl").absolute(), {"input": prompt})
     out = printed(*small_run(model, data), *words.split(), "--dry-run")
     warnings = [line for line in out.splitlines() if "--apply-chat-template" in line and "warning" in line]
     assert [f"('gbb?' in {data} row 0): give --apply-chat-template, or" in line for line in warnings] == [True] * warned
@@ -280,7 +280,7 @@ def test_name_on_the_hub_is_refused_with_the_download_command(
         words[words.index(flag) + 1] = name
     else:
         words += [*flag.split(), name]
-    for start in ("--dry-run", "--store=store"):
+    for start in ("--dry-run", "--store=store")[: 2 if flag == "--hf-checkpoint" else 1]:
         error = printed(*words, start, code=2)
         assert command in error and error.count("\n") == 1
     assert not Path("store/runs").exists()
@@ -379,19 +379,15 @@ def test_plan_reads_whether_the_weights_are_quantized(
     assert [str(tmp_path / name) in warning for warning in fp8_warning(config)] == [True] * is_warned
 
 
-def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_pages_say(
-    tiny_model: Path, printed: Callable[..., str]
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_page_says(
+    page: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    pages = []
-    for page in ("README.md", "docs/start.md"):
-        text = (ROOT / page).read_text().rpartition("## Your own model on one GPU")[2]
-        [command] = re.findall(r"^penstock (train (?:.*\\\n)*.*--dry-run)", text, re.MULTILINE)
-        [addition] = re.findall(r"add `(--rollout-max-response-len \d+)`", text)
-        pages.append((command, addition))
-    assert pages[0] == pages[1]
+    text = (ROOT / page).read_text().rpartition("## Your own model on one GPU")[2]
+    [command] = re.findall(r"^penstock (train (?:.*\\\n)*.*--dry-run)", text, re.MULTILINE)
+    [addition] = re.findall(r"add `(--rollout-max-response-len \d+)`", text)
     words = shlex.split(command.replace("\\\n", " "))
     words[words.index("--hf-checkpoint") + 1] = str(tiny_model)
-    words[words.index("--config") + 1] = "1gpu"
     write_rows(Path("prompts.jsonl"), {"prompt": "1+2=", "label": 3})
     Path("my_reward.py").write_text("def grade(args, sample):\n    return 1.0\n")
     assert "--rollout-max-response-len 1024 leaves no room" in printed(*words, code=2)

@@ -346,11 +346,8 @@ def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pyte
     assert audit_run(store, keys).problems == []
 
 
-@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load"])
-def test_fork_at_zero_with_another_model_shares_nothing(
-    store: Store, capsys: pytest.CaptureFixture[str], flag: str
-) -> None:
-    assert command(store, "r", "--at", "0", "--name", "f", flag, "another") == 0
+def test_fork_at_zero_with_another_model_shares_nothing(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(store, "r", "--at", "0", "--name", "f", "--ref-load", "another") == 0
     assert "0 rollouts, 0 steps, 0 checkpoints, 0 evals" in capsys.readouterr().out
     assert [found.key for found in store.walk("runs/f")] == [RunKeys("f").record], "the first start records the model"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.engines.families import read_shape
 from penstock.engines.megatron.model.transformer_config import model_options
-from penstock.flows.cli import main
 from penstock.flows.options.flags import parse_config
 from penstock.flows.slime.flag_table import OF_MODEL, REFUSED
 from penstock.flows.slime.recipe import Recipe, format_recipe, import_script
@@ -46,26 +46,23 @@ def imported(directory: Path, text: str) -> Recipe:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script_becomes_a_recipe_that_plans(
-    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_KEY", "key-of-wandb")
-    assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
+    printed("import-slime", str(script), "--output", str(tmp_path / "recipe.toml"))
     model = next(line for line in script.read_text().splitlines() if "models/" in line).rpartition("/")[2][:-4]
     directory = write_config_json(tmp_path / "model", model)
     words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory)]
     config, recipe = parse_config(words), import_script(script)
     assert config.rollout == recipe.config.rollout and config.train == recipe.config.train
     assert config.run.run.endswith("_slime") and config.run.store == "/root"
-    capsys.readouterr()
-    code = main(["train", *words, "--dry-run"])
-    out = capsys.readouterr()
-    assert code == 0, out.err
-    assert "optimizer steps" in out.out and "not ready here: " in out.out and "; --prompt-data" in out.out
-    assert "key-of-wandb" not in out.out
+    out = printed("train", *words, "--dry-run")
+    assert "optimizer steps" in out and "not ready here: " in out and "; --prompt-data" in out
+    assert "key-of-wandb" not in out
 
 
 @pytest.mark.parametrize("model", {row.architecture: name for name, row in REAL_MODELS.items()}.values())
-def test_script_of_every_architecture_plans(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_of_every_architecture_plans(model: str, tmp_path: Path, printed: Callable[..., str]) -> None:
     directory = write_config_json(tmp_path / "model", model)
     words = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
@@ -76,11 +73,11 @@ def test_script_of_every_architecture_plans(model: str, tmp_path: Path, capsys: 
     write_script(tmp_path / f"models/{model}.sh", f"MODEL_ARGS=({' '.join(words)})")
     text = f"source models/{model}.sh\npython train.py ${{MODEL_ARGS[@]}} --num-rollout 1 --n-samples-per-prompt 2"
     script = write_script(tmp_path / "run.sh", f"{text} --rm-type math --prompt-data no.jsonl")
-    assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
+    printed("import-slime", str(script), "--output", str(tmp_path / "recipe.toml"))
     recipe = (tmp_path / "recipe.toml").read_text()
     assert f"{len(words)} options that describe the model: config.json has them" in recipe, recipe
     words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory)]
-    assert main(["train", *words, "--dry-run"]) == 0
+    printed("train", *words, "--dry-run")
 
 
 def test_scripts_are_not_executed(tmp_path: Path) -> None:
@@ -126,12 +123,11 @@ def test_script_that_cannot_run_is_refused(text: str, kind: type, message: str, 
         imported(tmp_path, text)
 
 
-def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_script_and_existing_output_are_refused(tmp_path: Path, printed: Callable[..., str]) -> None:
     script = write_script(tmp_path / "run.sh", "python train.py --run r")
     (tmp_path / "out.toml").write_text("mine")
     for words in ([f"{tmp_path}/no.sh"], [], [str(script), "--output", f"{tmp_path}/out.toml"], [str(tmp_path)]):
-        assert main(["import-slime", *words]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        assert printed("import-slime", *words, code=2).count("\n") == 1
     assert (tmp_path / "out.toml").read_text() == "mine"
 
 
@@ -173,15 +169,14 @@ def test_flag_of_a_public_script_is_translated(
 
 
 def test_dry_run_needs_neither_the_key_nor_the_draft_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     model = write_config_json(tmp_path / "model", "llama3.1-8B-Instruct")
     words = f"""train --run r --hf-checkpoint {model} --prompt-data no.jsonl --num-rollout 1 --n-samples-per-prompt 2
         --use-wandb --wandb-key env:NO_KEY --sglang-speculative-algorithm EAGLE3 --rm-type math --dry-run
         --sglang-speculative-draft-model-path /nowhere/draft"""
-    assert main(words.split()) == 0
-    out = capsys.readouterr().out
+    out = printed(*words.split())
     assert "; the trackers: " in out and "NO_KEY is not set" in out
     assert "; --sglang-speculative-draft-model-path /nowhere/draft does not exist here" in out
 
@@ -273,20 +268,16 @@ def test_formulas_are_of_integers_only() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_plans(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = next(
-        (line.split()[2] for line in recipe.read_text().splitlines() if line.startswith("# Model: ")), "qwen3-0.6B"
-    )
+def test_recipe_plans(recipe: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
+    models = [line.split()[2] for line in recipe.read_text().splitlines() if line.startswith("# Model: ")]
     is_demo, flow = recipe.stem.startswith("demo-"), "sft" if recipe.stem == "demo-sft" else "train"
-    base = ["--config", str(recipe.with_name("demo-grpo.toml"))] if is_demo and flow == "train" else []
-    words = [*base, "--config", str(recipe), "--hf-checkpoint", str(write_config_json(tmp_path / "model", model))]
-    code = main([flow, *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run"])
-    out = capsys.readouterr()
-    assert code == 0, out.err
-    assert "optimizer steps" in out.out and "a checkpoint" in out.out
+    base = ["--config", "demo-grpo"] if is_demo and flow == "train" else []
+    directory = write_config_json(tmp_path / "model", (models or ["qwen3-0.6B"])[0])
+    words = [*base, "--config", str(recipe), "--hf-checkpoint", str(directory)]
+    out = printed(flow, *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run")
+    assert "optimizer steps" in out and "a checkpoint" in out
     if not is_demo and recipe.stem != "laptop":  # they need the memory of a CPU
-        assert main(["doctor", "--plan", *words]) == 0
-        assert "fits: a GPU" in capsys.readouterr().out
+        assert "fits: a GPU" in printed("doctor", "--plan", *words)
 
 
 EVAL = """
