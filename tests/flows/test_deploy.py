@@ -440,20 +440,34 @@ def flow_runs_of(client: SyncPrefectClient, title: str) -> list[Any]:
     return [run for run in all_flow_runs_of(client, title) if run.start_time is not None]
 
 
-def kill_flow_run_at(point: str, up: Up) -> None:
+def states_of(client: SyncPrefectClient, title: str) -> list[str]:
+    return [run.state_name for run in flow_runs_of(client, title)]
+
+
+def kill_flow_run_at(point: str, up: Up, *, with_worker: bool = False) -> None:
     """Kill the process of the flow run, as `kill -9` does, when a failpoint is reached."""
     faults, worker = up.log.parent / "faults", up.child("worker")
     (faults / point).touch()
     until((faults / f"{point}.reached").exists, up.log)
-    process = max(worker.children(), key=psutil.Process.create_time)  # an earlier flow run may still be ending
-    process.kill()
-    psutil.wait_procs([process], timeout=60)
+    flow_run = max(worker.children(), key=psutil.Process.create_time)  # an earlier flow run may still be ending
+    processes = [worker, flow_run] if with_worker else [flow_run]
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=60)
     (faults / f"{point}.reached").unlink()
+
+
+SILENCE = timedelta(seconds=45)  # more than one heartbeat of a flow run, which Prefect sends every 30 s
+
+
+def notice_silence_soon(up: Up) -> None:
+    """Mark flow runs as crashed that have been silent for SILENCE, instead of three minutes."""
+    deploy.ensure_zombie_automation(up.api, after=SILENCE, name="soon, for tests of pauses")
 
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_killed_flow_run_is_run_again_at_two_stages(
+def test_flow_run_that_is_killed_alone_and_with_its_worker_is_run_again(
     client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path
 ) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "label": str(i + 1)} for i in range(16)]
@@ -467,10 +481,11 @@ def test_killed_flow_run_is_run_again_at_two_stages(
     penstock_deploy(up.log, tmp_path, words)
     parameters = client.read_deployment_by_name("train/killed").parameters
     assert len([*list_leaves(parameters)]) == 18, "what was given, not all options"
+    notice_silence_soon(up)
     fire(client, "train/killed")
-    for point in ("rollout-after-upload", "eval-generating"):
-        kill_flow_run_at(point, up)
-    until(lambda: [run.state_name for run in flow_runs_of(client, "train/killed")][2:] == ["Completed"], up.log)
+    kill_flow_run_at("rollout-after-upload", up)
+    kill_flow_run_at("eval-generating", up, with_worker=True)
+    until(lambda: states_of(client, "train/killed")[2:] == ["Completed"], up.log)
 
     runs = flow_runs_of(client, "train/killed")
     assert [run.state_name for run in runs] == ["Crashed", "Crashed", "Completed"]
@@ -513,13 +528,13 @@ def test_same_kill_twice_and_invalid_input_end_the_retries(
     fire(client, "sft/stuck")
     kill_flow_run_at("train-mid-step", up)
     kill_flow_run_at("train-mid-step", up)
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][2:] == ["Failed"], up.log)
+    until(lambda: states_of(client, "sft/stuck")[2:] == ["Failed"], up.log)
     message = flow_runs_of(client, "sft/stuck")[2].state.message
     assert "(killed) without a new commit" in message and NO_RETRY in message
 
     (tmp_path / "data.jsonl").unlink()
     fire(client, "sft/stuck")
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/stuck")][3:] == ["Failed"], up.log)
+    until(lambda: states_of(client, "sft/stuck")[3:] == ["Failed"], up.log)
     message = flow_runs_of(client, "sft/stuck")[3].state.message
     assert "data.jsonl" in message and NO_RETRY in message
     time.sleep(deploy.RETRY_DELAY.total_seconds())  # a retry would be scheduled by now, although it was not started
@@ -530,80 +545,45 @@ def test_same_kill_twice_and_invalid_input_end_the_retries(
     assert client.read_automations_by_name(automation.name) == []
 
 
-SILENCE = timedelta(seconds=45)  # more than one heartbeat of a flow run, which Prefect sends every 30 s
-
-
-def paused_or_lost(client: SyncPrefectClient, up: Up, model: Path, folder: Path, name: str) -> list[psutil.Process]:
-    """Start a deployment with retries that trains two rounds, and stop it in the first one. Return the processes of
-    its worker and flow run, the worker first. The page says after SILENCE that a silent flow run has crashed."""
-    deploy.ensure_zombie_automation(up.api, after=SILENCE, name="soon, for tests of pauses")
-    add_rows(folder / "data.jsonl", 0, 32)
-    words = sft_words(model, f"--name {name} --retries 2 --run {name} --num-rollout-per-start 2")
-    penstock_deploy(up.log, folder, words)
-    fire(client, f"sft/{name}")
-    faults = up.log.parent / "faults"
-    (faults / "train-mid-step").touch()
-    until((faults / "train-mid-step.reached").exists, up.log)
-    worker = up.child("worker")
-    return [worker, *worker.children(recursive=True)]
-
-
-def states_and_rounds(client: SyncPrefectClient, folder: Path, name: str) -> tuple[list[str], list[int]]:
-    """The states of the flow runs of a deployment, and the rounds that its run has trained, which must be whole."""
-    store, keys = Store(str(folder / "store")), RunKeys(name)
-    assert audit_run(store, keys).problems == []
-    rounds = store.committed_indices(f"{keys.prefix}/steps")
-    return [run.state_name for run in flow_runs_of(client, f"sft/{name}")], rounds
-
-
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.parametrize("pauses_server", [False, True])
 def test_paused_flow_run_continues_and_its_retry_adds_no_rounds(
-    client: SyncPrefectClient,
-    up: Up,
-    tiny_model: Path,
-    tmp_path: Path,
-    pauses_server: bool,
+    client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path, pauses_server: bool
 ) -> None:
     name = f"paused-{pauses_server}"
-    family = paused_or_lost(client, up, tiny_model, tmp_path, name)
-    server = up.child(str(LAUNCHER))
-    paused = [*([up.process, server] if pauses_server else []), *family]
+    title, faults = f"sft/{name}", up.log.parent / "faults"
+    notice_silence_soon(up)
+    add_rows(tmp_path / "data.jsonl", 0, 32)
+    words = sft_words(tiny_model, f"--name {name} --retries 2 --run {name} --num-rollout-per-start 2")
+    penstock_deploy(up.log, tmp_path, words)
+    fire(client, title)
+    (faults / "train-mid-step").touch()
+    until((faults / "train-mid-step.reached").exists, up.log)
+    worker = up.child("worker")
+    paused = [up.process, up.child(str(LAUNCHER))] if pauses_server else []
+    paused += [worker, *worker.children(recursive=True)]
     for process in paused:
         process.suspend()
-    (up.log.parent / "faults" / "train-mid-step.reached").unlink()  # it continues there
+    (faults / "train-mid-step.reached").unlink()  # it continues there
     if pauses_server:
         time.sleep(SILENCE.total_seconds() + 5)
     else:
-        until(lambda: flow_runs_of(client, f"sft/{name}")[0].state_name == "Crashed", up.log)
+        until(lambda: states_of(client, title)[0] == "Crashed", up.log)
     for process in paused:
         process.resume()
     # a retry is scheduled only if the page called the silent flow run crashed, which a paused server may not do
     least = 1 if pauses_server else 2
-    until(lambda: [run.state_name for run in flow_runs_of(client, f"sft/{name}")].count("Completed") >= least, up.log)
+    until(lambda: states_of(client, title).count("Completed") >= least, up.log)
     store, keys = Store(str(tmp_path / "store")), RunKeys(name)
     until(lambda: read_starts(store, keys)[-1][1], up.log)
-    states, rounds = states_and_rounds(client, tmp_path, name)
-    assert rounds == [0, 1] and states[-1] == "Completed"
+    assert states_of(client, title)[-1] == "Completed"
+    assert store.committed_indices(f"{keys.prefix}/steps") == [0, 1] and audit_run(store, keys).problems == []
     [(_, end)] = read_starts(store, keys)
     assert end is not None and end.outcome == "FINISHED", "only the paused process has driven the run"
     if not pauses_server:
-        assert len(states) == 2 and "continued after a pause" in flow_runs_of(client, f"sft/{name}")[1].state.message
-
-
-@pytest.mark.integration
-@pytest.mark.full
-def test_lost_worker_is_replaced_and_its_flow_run_is_run_again(
-    client: SyncPrefectClient, up: Up, tiny_model: Path, tmp_path: Path
-) -> None:
-    for process in paused_or_lost(client, up, tiny_model, tmp_path, "lost"):
-        process.kill()
-    (up.log.parent / "faults" / "train-mid-step.reached").unlink()
-    until(lambda: [run.state_name for run in flow_runs_of(client, "sft/lost")][1:] == ["Completed"], up.log)
-    assert states_and_rounds(client, tmp_path, "lost") == (["Crashed", "Completed"], [0, 1])
-    crashed, retry = flow_runs_of(client, "sft/lost")
-    assert "next start resumes" in crashed.state.message and "retry:1/2" in retry.tags
+        _, retry = flow_runs_of(client, title)
+        assert "continued after a pause" in retry.state.message
 
 
 def statuses_in_mlflow(log: Path) -> list[str]:

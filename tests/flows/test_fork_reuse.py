@@ -266,7 +266,7 @@ def steps_of(store: Store, run: str) -> list[Commit]:
 def test_unchanged_options_give_the_weights_of_the_parent_and_engines_can_continue(trained: Trained) -> None:
     store = trained.store
     servers = {found.key for found in store.walk("runs/same/logs") if "sglang" in found.key}
-    trained("fork", "base", "--reuse-rollouts", "--name", "same")
+    reuse(store, "same", parent="base")
     trained("resume", "same")
     base, same = steps_of(store, "base"), steps_of(store, "same")
     assert [step.state["digest"] for step in same] == [step.state["digest"] for step in base] and len(same) == 3
@@ -280,7 +280,7 @@ def test_unchanged_options_give_the_weights_of_the_parent_and_engines_can_contin
     trained("resume", "same", "--debug-train-only", "false", "--num-rollout", "4")
     own = store.committed(RunKeys("same").rollout_prefix(3))
     assert own is not None and own.writer == "same" and own.policy_version == 3
-    assert "no problems found" in trained("verify", "same")
+    assert audit_run(store, RunKeys("same")).problems == []
 
 
 @pytest.mark.integration
@@ -296,16 +296,15 @@ def test_changed_options_train_the_same_samples_and_replay_bit_for_bit(
     trained: Trained, name: str, words: list[str]
 ) -> None:
     store = trained.store
-    trained("fork", "base", "--reuse-rollouts", "--name", name, *words, "--min-effective-sample-size", "0")
+    keys = reuse(store, name, *words, "--min-effective-sample-size", "0", parent="base")
     trained("resume", name)
     steps, first = steps_of(store, name), 1 if "--at" in words else 0
-    assert [step.state["digest"] for step in steps[first:]] != [
-        step.state["digest"] for step in steps_of(store, "base")[first:]
-    ]
+    digests = [[step.state["digest"] for step in run[first:]] for run in (steps, steps_of(store, "base"))]
+    assert digests[0] != digests[1]
     if name == "epochs":
         assert {use for step in steps for use, _ in step.state["sample_uses"]} == {2}
         assert all(len(step.state["steps"]) == 4 for step in steps)
-    assert "no problems found" in trained("verify", name)
+    assert audit_run(store, keys).problems == []
     assert "equal bit for bit" in trained("replay", name, "--from", str(first))
 
 
@@ -313,9 +312,9 @@ def test_changed_options_train_the_same_samples_and_replay_bit_for_bit(
 @pytest.mark.full
 def test_fork_stops_before_a_round_below_the_bound_and_continues_with_a_lower_one(trained: Trained) -> None:
     store = trained.store
-    trained("fork", "base", "--reuse-rollouts", "--name", "far", "--lr", "0.1", "--min-effective-sample-size", "0.9")
+    keys = reuse(store, "far", "--lr", "0.1", "--min-effective-sample-size", "0.9", parent="base")
     out = trained("resume", "far", check=False)
     done = len(steps_of(store, "far"))
     assert "below --min-effective-sample-size 0.9" in out and 0 < done < 3
     trained("resume", "far", "--num-rollout", "3", "--min-effective-sample-size", "0")
-    assert len(steps_of(store, "far")) == 3 and "no problems found" in trained("verify", "far")
+    assert len(steps_of(store, "far")) == 3 and audit_run(store, keys).problems == []
