@@ -343,7 +343,7 @@ DATA_SET = "[[datasets]]\nname = 'a'\npath = 'p'\n"
 
 
 def rows_of_evaluations() -> Iterator[Bad]:
-    """Options of `penstock eval`, and the file of --eval-config."""
+    """Options of `penstock eval`, and the file of --eval-config, of which test_data_sets.py tries more."""
     for row in EVALUATIONS.strip().splitlines():
         words, culprit = split_row(row)
         yield on("eval", *words, culprit=culprit)
@@ -351,13 +351,9 @@ def rows_of_evaluations() -> Iterator[Bad]:
     yield on("eval", "--group-rm", "--custom-rm-path", "{root}/reward.py", without="--rm-type")
     yield on("eval", culprit="--eval-prompt-data", without="--eval-prompt-data")
     for content in (
-        "", "x = 1", "datasets = 5", "datasets = []", "[datasets]\nname = 'a'", "[[datasets]]",
-        "[[datasets]]\nname = 'a'", "[[datasets]]\npath = 'p'", "[[datasets]]\nname = 5\npath = 'p'",
-        "[[datasets]]\nname = 'a'\npath = ''", "[[datasets]]\nname = 'a b'\npath = 'p'",
-        f"[[datasets]]\nname = '{LONG}'\npath = 'p'", DATA_SET * 2,
-        f"{DATA_SET}temperature = inf", f"{DATA_SET}temperature = true", f"{DATA_SET}top_p = 2",
-        f"{DATA_SET}rm_type = ''", f"{DATA_SET}top_pp = 1", f"defaults = 5\n{DATA_SET}",
-        f"[[defaults]]\ntop_p = 1\n{DATA_SET}", f"[defaults]\nname = 'a'\n{DATA_SET}",
+        "", "x = 1", "datasets = 5", "[[datasets]]\nname = 5\npath = 'p'", "[[datasets]]\nname = 'a'\npath = ''",
+        f"[[datasets]]\nname = '{LONG}'\npath = 'p'", f"{DATA_SET}temperature = inf", f"{DATA_SET}temperature = true",
+        f"{DATA_SET}rm_type = ''", f"defaults = 5\n{DATA_SET}", f"[[defaults]]\ntop_p = 1\n{DATA_SET}",
     ):  # fmt: skip
         words = on("eval", "--eval-config", "{root}/row.toml", without="--eval-prompt-data").words
         yield Bad(words, "row.toml", content)
@@ -424,7 +420,8 @@ def rows_of_words() -> Iterator[Bad]:
 
 
 def rows_of_requests() -> Iterator[Bad]:
-    """What belongs to a run and is missing, contradicts itself, or cannot be done with this model."""
+    """What belongs to a run and is missing, contradicts itself, or cannot be done with this model. More options that
+    contradict each other are in test_train_config.py and test_megatron_options.py."""
     for left_out in ("--run", "--hf-checkpoint", "--num-rollout", "--prompt-data", "--rm-type", "--label-key"):
         yield on("train", culprit=left_out, without=left_out)
     yield on("train", culprit="'input'", without="--input-key")
@@ -436,33 +433,27 @@ def rows_of_requests() -> Iterator[Bad]:
     yield train("--n-samples-per-prompt", "1", *baseline)
     yield from train_rows(
         "--rollout-batch-size 3 --global-batch-size 4", "--global-batch-size 16", "--num-steps-per-rollout 3",
-        "--num-steps-per-rollout 9", "--global-batch-size 8 --num-steps-per-rollout 2",
-        "--actor-num-gpus-per-node 16 => 16 data-parallel replicas",
-        "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "--expert-model-parallel-size 3",
-        "--over-sampling-batch-size 3", "--num-rollout 0", "--rollout-max-response-len 256",
-        "--rollout-max-context-len 10000", "--sglang-context-length 8", "--keep-best eval/x",
-        "--keep-best eval/x --keep-checkpoints 2", "--keep-best eval/sums-pas@1 --keep-checkpoints 2",
-        "--rollout-top-k 0", "--mask-offpolicy-in-partial-rollout", "--kl-loss-coef 0.1", "--kl-coef 0.1",
-        "--eps-clip-c 3 --advantage-estimator cispo", "--use-unbiased-kl", "--eps-clip 0.3 --policy-loss sapo",
-        "--sapo-tau-pos 2", "--advantage-estimator gdpo", "--loss-denominator 8 --calculate-per-prompt-loss",
-        "--gdpo-reward-weights right=1", "--gdpo-reward-weights right=1 --advantage-estimator gdpo",
+        "--global-batch-size 8 --num-steps-per-rollout 2", "--actor-num-gpus-per-node 16 => 16 data-parallel replicas",
+        "--expert-model-parallel-size 3", "--over-sampling-batch-size 3", "--num-rollout 0",
+        "--rollout-max-response-len 256", "--rollout-max-context-len 10000", "--sglang-context-length 8",
+        "--keep-best eval/x", "--keep-best eval/x --keep-checkpoints 2",
+        "--keep-best eval/sums-pas@1 --keep-checkpoints 2", "--rollout-top-k 0", "--mask-offpolicy-in-partial-rollout",
+        "--kl-coef 0.1", "--use-unbiased-kl", "--gdpo-reward-weights right=1 --advantage-estimator gdpo",
         "--overlong-buffer-len 9", "--overlong-penalty-factor 2", "--replay-share 0.01", "--replay-max-staleness 2",
         "--replay-share 0.5 --advantage-estimator ppo", "--replay-share 0.5 --loss-type sft_loss",
         "--replay-share 0.5 --load-debug-rollout-data x", "--baseline-over-trajectories --advantage-estimator ppo",
         "--baseline-over-trajectories --disable-rewards-normalization",
         "--overlong-buffer-len 4 --advantage-estimator maxrl",
-        "--overlong-buffer-len 4 --advantage-estimator gdpo --gdpo-reward-weights right=1",
-        "--advantage-estimator reinforce_plus_plus", "--loss-type sft_loss", "--loss-type custom_loss",
-        "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo",
-        "--custom-loss-function-path x.py", "--use-opd", "--opd-self", "--opd-teacher-load a={root}/model",
-        "--opd-top-k 4 --opd-teacher-load {root}/model", "--opd-divergence jsd --opd-teacher-url http://127.0.0.1:1",
-        "--keep-step-logprobs --save-trained-tokens false", "--use-tis --use-rollout-logprobs",
-        "--custom-tis-function-path x.py", "--tis-clip-low 3", "--load {root}/file", "--save {root}/a/b",
-        "--num-epoch 3", "--save-hf hf", "--freeze-params-name-list nothing", "--no-freeze-vision",
+        "--overlong-buffer-len 4 --advantage-estimator gdpo --gdpo-reward-weights right=1", "--loss-type sft_loss",
+        "--loss-type custom_loss", "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo",
+        "--use-opd", "--opd-self", "--opd-teacher-load a={root}/model", "--opd-top-k 4 --opd-teacher-load {root}/model",
+        "--opd-divergence jsd --opd-teacher-url http://127.0.0.1:1", "--keep-step-logprobs --save-trained-tokens false",
+        "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py", "--tis-clip-low 3", "--load {root}/file",
+        "--save {root}/a/b", "--num-epoch 3", "--save-hf hf", "--freeze-params-name-list nothing", "--no-freeze-vision",
         "--freeze-params-name-list mlp --only-train-params-name-list mlp", "--only-train-params-name-list .*x",
         "--mtp-num-layers 3", "--update-weight-mode delta", "--disable-compute-advantages-and-returns",
         "--ref-update-interval 2", "--num-critic-only-steps 2", "--use-routing-replay --use-rollout-routing-replay",
-        "--use-routing-replay", "--use-rollout-routing-replay", "--gamma 2", "--lr-warmup-fraction 1",
+        "--use-routing-replay", "--use-rollout-routing-replay", "--gamma 2",
         "--lr-decay-style cosine --lr-decay-iters 5 --lr-warmup-iters 5 => --lr-decay-iters", "--min-lr 1",
         "--critic-lr 1e-9 --min-lr 1e-8", "--vision-lr 1e-9 --min-lr 1e-8",
         "--lr-decay-style linear --lr-decay-iters 3 --critic-lr-warmup-iters 9 => --critic-lr-warmup-iters",
@@ -470,18 +461,13 @@ def rows_of_requests() -> Iterator[Bad]:
         "--tensor-model-parallel-size 16 --actor-num-gpus-per-node 16 --rollout-batch-size 16",
         "--expert-model-parallel-size 2 --actor-num-gpus-per-node 2", "--engine-port 99999",
         "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--network-interface lo", "--ray-address nowhere",
-        "--ray-address http://x", "--ray-address ray://", "--mtp maybe",
+        "--ray-address ray://", "--mtp maybe",
         # Options of Megatron.
-        "--recompute-granularity ful", "--recompute-granularity full => --recompute-method",
-        "--recompute-granularity selective --recompute-modules mlp x => --recompute-modules",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0 => --recompute-num-layers",
-        "--recompute-activations 3", "--hidden-dropout x", "--hidden-dropout 2", "--hidden-dropout 0.1",
+        "--recompute-granularity full => --recompute-method", "--hidden-dropout 2", "--hidden-dropout 0.1",
         "--moe-aux-loss-coeff 0.01", "--fp8 e4m3", "--fp16", "--apply-layernorm-1p", "--use-gated-attention",
         "--cuda-graph-impl local", "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec", "--window-size 1",
-        "--use-megatron-fsdp", "--exp-avg-dtype bf16", "--attention-backend flsh => flash",
-        "--overlap-grad-reduce yes", "--optimizer sgd", "--decoupled-lr 1", "--optimizer-offload-fraction 2",
-        "--num-layers 7", "--hidden-size 7", "--init-method f", "--transformer-impl te",
-        "--bucket-size 5 => --ddp-bucket-size",
+        "--use-megatron-fsdp", "--exp-avg-dtype bf16", "--attention-backend flsh => flash", "--optimizer sgd",
+        "--decoupled-lr 1", "--num-layers 7", "--init-method f", "--transformer-impl te",
         # Engines and rewards.
         "--opd-engine => --opd-teacher-engine", "--opd-teacher-engine {root}/directory => directory",
         '--opd-teacher-engine {root}/model --multimodal-keys {"image":"images"} => --multimodal-keys',
@@ -497,13 +483,11 @@ def rows_of_requests() -> Iterator[Bad]:
     )  # fmt: skip
     for path in (
         "nowhere.py", "two.py", "partial.py", "imports.py", "broken.py", "raises.py", "functions.py:gone",
-        "functions.py:value", "functions.py:gen", "directory", "prompts.csv", "empty.jsonl",
+        "functions.py:gen", "directory",
     ):  # fmt: skip
         yield train("--custom-rm-path", f"{{root}}/{path}", culprit=path.partition(":")[0], without="--rm-type")
-    for path in ("no.such.module:f", "json", "", ":", "os:"):
-        yield train(
-            "--custom-rm-path", path, culprit=path.partition(":")[0] or path or "--custom-rm-path", without="--rm-type"
-        )
+    for path, culprit in (("no.such.module:f", "no.such.module"), ("json", "json"), ("", "--custom-rm-path")):
+        yield train("--custom-rm-path", path, culprit=culprit, without="--rm-type")
     for word, path in (
         ("--custom-generate-function-path", "one"), ("--rollout-generate-func-path", "gone"),
         ("--dynamic-sampling-filter-path", "one"), ("--data-source-path", "Empty"),
@@ -514,12 +498,11 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--rollout-data-postprocess-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
-    for word, path in (
-        ("--custom-pg-loss-reducer-function-path", "reducer"),
-        ("--custom-advantage-function-path", "gae"),
-    ):
-        yield train(word, f"{{root}}/trainer.py:{path}", culprit=f"{path} of ")
-    yield train("--use-tis", "--custom-tis-function-path", "{root}/trainer.py:mis", culprit="mis of ")
+    yield from train_rows(
+        "--custom-pg-loss-reducer-function-path {root}/trainer.py:reducer => reducer of ",
+        "--custom-advantage-function-path {root}/trainer.py:gae => gae of ",
+        "--use-tis --custom-tis-function-path {root}/trainer.py:mis => mis of ",
+    )
 
 
 def rows_of_one_half() -> Iterator[Bad]:
@@ -555,13 +538,11 @@ def rows_of_async() -> Iterator[Bad]:
 
 
 def rows_of_data() -> Iterator[Bad]:
-    """Prompt files."""
+    """Prompt files, of which test_prompt_formats.py tries more, stores, and what is converted."""
     for name in (
-        "nowhere.jsonl", "directory", "empty.jsonl", "blank.jsonl", "broken.jsonl", "array.jsonl", "number.jsonl",
-        "null-prompt.jsonl", "number-prompt.jsonl", "empty-prompt.jsonl", "null-content.jsonl", "image.jsonl",
-        "messages.jsonl", "no-label.jsonl", "binary.jsonl", "latin1.jsonl", "prompts.jsonl.gz", "prompts.parquet",
-        "ragged.csv", "array.json", "nested.json", "prompts.arrow", "words.jsonl", "python.jsonl",
-        "loop", "file", "*.nothing", "prompts.jsonl@[3:3]", "prompts.jsonl@[x:y]", LONG + ".jsonl",
+        "nowhere.jsonl", "directory", "empty.jsonl", "broken.jsonl", "array.jsonl", "null-prompt.jsonl",
+        "null-content.jsonl", "image.jsonl", "no-label.jsonl", "latin1.jsonl", "prompts.jsonl.gz", "prompts.parquet",
+        "ragged.csv", "nested.json", "words.jsonl", "loop", "*.nothing", "prompts.jsonl@[3:3]", "prompts.jsonl@[x:y]",
     ):  # fmt: skip
         yield train("--prompt-data", f"{{root}}/{name}", culprit=name[:20])
     for path in ("nothing://x.jsonl", "", "{root}/prompts.jsonl\0", "http:///x.jsonl"):
