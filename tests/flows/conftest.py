@@ -1,5 +1,6 @@
 """Checks that hold for every run, on a CPU and on a GPU, commands in the process of a test, and stores to change."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -53,6 +54,22 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return err if code else out
 
     return run
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Writes the config.json of a published model, without weights, and returns its directory."""
+    from tests.engines.real_models import REAL_MODELS
+
+    root = tmp_path_factory.mktemp("models")
+
+    def write(name: str) -> str:
+        model, directory = REAL_MODELS[name], root / name
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({"architectures": [model.architecture], **model.config}))
+        return str(directory)
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from collections.abc import Callable
@@ -26,14 +25,6 @@ SCRIPTS = sorted((Path(__file__).parent / "slime_scripts").glob("*.sh"))
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.toml"))
 
 
-def write_config_json(directory: Path, model: str) -> Path:
-    """Write the config.json of a published model, without weights; return the directory."""
-    row = REAL_MODELS[model]
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"architectures": [row.architecture], **row.config}))
-    return directory
-
-
 def write_script(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
@@ -46,13 +37,16 @@ def imported(directory: Path, text: str) -> Recipe:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script_becomes_a_recipe_that_plans(
-    script: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    script: Path,
+    tmp_path: Path,
+    model_dir: Callable[[str], str],
+    printed: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_KEY", "key-of-wandb")
     printed("import-slime", str(script), "--output", str(tmp_path / "recipe.toml"))
     model = next(line for line in script.read_text().splitlines() if "models/" in line).rpartition("/")[2][:-4]
-    directory = write_config_json(tmp_path / "model", model)
-    words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory)]
+    words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", model_dir(model)]
     config, recipe = parse_config(words), import_script(script)
     assert config.rollout == recipe.config.rollout and config.train == recipe.config.train
     assert config.run.run.endswith("_slime") and config.run.store == "/root"
@@ -62,8 +56,10 @@ def test_script_becomes_a_recipe_that_plans(
 
 
 @pytest.mark.parametrize("model", {row.architecture: name for name, row in REAL_MODELS.items()}.values())
-def test_script_of_every_architecture_plans(model: str, tmp_path: Path, printed: Callable[..., str]) -> None:
-    directory = write_config_json(tmp_path / "model", model)
+def test_script_of_every_architecture_plans(
+    model: str, tmp_path: Path, model_dir: Callable[[str], str], printed: Callable[..., str]
+) -> None:
+    directory = model_dir(model)
     words = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
         for name, value in model_options(read_shape(directory)).items()
@@ -76,7 +72,7 @@ def test_script_of_every_architecture_plans(model: str, tmp_path: Path, printed:
     printed("import-slime", str(script), "--output", str(tmp_path / "recipe.toml"))
     recipe = (tmp_path / "recipe.toml").read_text()
     assert f"{len(words)} options that describe the model: config.json has them" in recipe, recipe
-    words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory)]
+    words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", directory]
     printed("train", *words, "--dry-run")
 
 
@@ -169,10 +165,10 @@ def test_flag_of_a_public_script_is_translated(
 
 
 def test_dry_run_needs_neither_the_key_nor_the_draft_model(
-    tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    model_dir: Callable[[str], str], printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
-    model = write_config_json(tmp_path / "model", "llama3.1-8B-Instruct")
+    model = model_dir("llama3.1-8B-Instruct")
     words = f"""train --run r --hf-checkpoint {model} --prompt-data no.jsonl --num-rollout 1 --n-samples-per-prompt 2
         --use-wandb --wandb-key env:NO_KEY --sglang-speculative-algorithm EAGLE3 --rm-type math --dry-run
         --sglang-speculative-draft-model-path /nowhere/draft"""
@@ -268,12 +264,11 @@ def test_formulas_are_of_integers_only() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_plans(recipe: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
+def test_recipe_plans(recipe: Path, model_dir: Callable[[str], str], printed: Callable[..., str]) -> None:
     models = [line.split()[2] for line in recipe.read_text().splitlines() if line.startswith("# Model: ")]
     is_demo, flow = recipe.stem.startswith("demo-"), "sft" if recipe.stem == "demo-sft" else "train"
     base = ["--config", "demo-grpo"] if is_demo and flow == "train" else []
-    directory = write_config_json(tmp_path / "model", (models or ["qwen3-0.6B"])[0])
-    words = [*base, "--config", str(recipe), "--hf-checkpoint", str(directory)]
+    words = [*base, "--config", str(recipe), "--hf-checkpoint", model_dir((models or ["qwen3-0.6B"])[0])]
     out = printed(flow, *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run")
     assert "optimizer steps" in out and "a checkpoint" in out
     if not is_demo and recipe.stem != "laptop":  # they need the memory of a CPU
