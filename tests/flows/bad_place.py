@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
 sys.path.append(str(Path(__file__).parents[1] / "eval"))
 
 GOOD_ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(8)]

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_records import parent_record
-
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, write_data
+from run_records import parent_record
 
 from penstock.storage.commit import RunKeys
 from penstock.storage.history.run_record import Start, record_start

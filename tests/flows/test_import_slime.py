@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,7 @@ from penstock.flows.slime.flag_table import OF_MODEL, REFUSED
 from penstock.flows.slime.recipe import Recipe, format_recipe, import_script
 from penstock.flows.slime.shell import compute, read_script, split_statements
 from penstock.storage.errors import ModelError, OptionError
-
-sys.path.append(str(Path(__file__).parents[1] / "engines"))
-from real_models import REAL_MODELS
+from tests.engines.real_models import REAL_MODELS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "slime_scripts").glob("*.sh"))
