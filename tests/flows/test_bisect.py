@@ -130,7 +130,7 @@ def test_fork_with_other_options_is_searched_from_its_fork_point(store: Store) -
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_a_search_restores_evaluates_ranks_and_continues(
+def test_a_search_restores_evaluates_and_ranks_and_leaves_the_run_whole(
     prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     """The metric is one that has fallen, and the bound lies between its values at the two ends. The reward has a part
@@ -143,8 +143,8 @@ def test_a_search_restores_evaluates_ranks_and_continues(
         "    return {'score': value, 'plus': value, 'minus': -value}\n"
     )
 
-    def run(*words: str, check: bool = True) -> str:
-        result = penstock(*words, "--store", store.root, env=prefect_api, check=check)
+    def run(*words: str) -> str:
+        result = penstock(*words, "--store", store.root, env=prefect_api)
         return result.stdout + result.stderr
 
     options = f"""--hf-checkpoint {tiny_model} --prompt-data {data["train"]} --input-key prompt --label-key label
@@ -176,4 +176,3 @@ def test_a_search_restores_evaluates_ranks_and_continues(
     table = [line for line in out.splitlines() if "%" in line]
     assert table and table == [line for line in again.splitlines() if "%" in line], "the ranking is deterministic"
     assert audit_run(store, keys).problems == []
-    assert "complete" in run("resume", "base")
