@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
 sys.path.append(str(Path(__file__).parents[1] / "eval"))
 
 GOOD_ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(8)]
@@ -20,29 +19,19 @@ SOURCES = {  # file -> content
         for i in range(8)
     ),
     "empty.jsonl": "",
-    "blank.jsonl": "\n\n\n",
     "broken.jsonl": '{"prompt": "1", "label": "1"}\n{"prompt": "2", \n',
     "array.jsonl": '["prompt"]\n',
-    "number.jsonl": "5\n",
     "null-prompt.jsonl": '{"prompt": null, "label": "1"}\n',
-    "number-prompt.jsonl": '{"prompt": 5, "label": "1"}\n',
-    "empty-prompt.jsonl": '{"prompt": "", "label": "1"}\n',
     "null-content.jsonl": '{"prompt": [{"role": "user", "content": null}], "label": "1"}\n',
     "image.jsonl": '{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "label": "1"}\n',
     "null-chat.jsonl": '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": null}]}\n',
-    "messages.jsonl": '{"prompt": [{"role": "user", "content": "1"}], "label": "1"}\n',
     "no-label.jsonl": '{"prompt": "1"}\n',
-    "binary.jsonl": bytes(range(256)),
     "latin1.jsonl": '{"prompt": "é", "label": "1"}\n'.encode("latin-1"),
     "prompts.jsonl.gz": b"not gzip",
     "prompts.parquet": b"not parquet",
-    "prompts.csv": "prompt,label\n1,1\n",
     "ragged.csv": "prompt,label\n1,1\n1,1,1\n",
-    "array.json": '[{"prompt": "1", "label": "1"}, {"prompt"',
     "nested.json": '[{"prompt": "1", "label": {"answer": 1}}]',
-    "prompts.arrow": b"not arrow",
     "words.jsonl": '{"prompt": "1", "label": "two"}\n',
-    "python.jsonl": """{"prompt": "[{'role': 'user', 'content': '1'}]", "label": "1"}\n""",
     "reward.py": "def reward_func(args, sample, **kwargs): return 0.0\n",
     "two.py": "def one(args, sample): return 0.0\ndef two(args, sample): return 0.0\n",
     "broken.py": "def reward_func(:\n",
@@ -64,8 +53,8 @@ def make_place(root: Path, model: Path) -> None:
     """Fill `root` with what the rows name: good and bad files, models whose config.json is wrong, and a store with
     two runs."""
     from evaluated_run import config_of as config_of_evaluated
-    from evaluated_run import evaluate
-    from made_run import config_of, make_run
+    from evaluated_run import evaluate, write_sums
+    from made_run import config_of, make_run, write_data
 
     from penstock.storage.store import Store
 
@@ -93,23 +82,12 @@ def make_place(root: Path, model: Path) -> None:
         shutil.copytree(model, directory, ignore=shutil.ignore_patterns(name if content is None else ""))
         if content is not None:
             (directory / name.partition("-")[0]).write_bytes(content)
-    store = Store(str(root / "runs"))
-    data = root / "data.jsonl"
-    data.write_text("".join(json.dumps({"input": f"prompt {row}", "label": "x"}) + "\n" for row in range(5)))
-    make_run(store, config_of(store, data, "old"), 3, save=(2,), score=(0, 2))
-    evaluate(
-        store, config_of_evaluated(store, write_sums(root / "sums.jsonl"), "scored"), 0, [["0"], ["2"], ["4"], ["6"]]
-    )
+    store, responses = Store(str(root / "runs")), [["0"], ["2"], ["4"], ["6"]]
+    make_run(store, config_of(store, write_data(root / "data.jsonl"), "old"), 3, save=(2,), score=(0, 2))
+    evaluate(store, config_of_evaluated(store, write_sums(root / "sums.jsonl"), "scored"), 0, responses)
     other = config_of_evaluated(store, write_sums(root / "other.jsonl"), "other")
     evals = other.eval.model_copy(update={"eval_prompt_data": [("more", str(root / "other.jsonl"))]})
-    evaluate(store, other.model_copy(update={"eval": evals}), 0, [["0"], ["2"], ["4"], ["6"]], "more")
-
-
-def write_sums(path: Path) -> Path:
-    """Four rows of an evaluation."""
-    from evaluated_run import write_sums
-
-    return write_sums(path)
+    evaluate(store, other.model_copy(update={"eval": evals}), 0, responses, "more")
 
 
 def make_model(directory: Path, good: Path, values: Any) -> None:
@@ -125,56 +103,21 @@ def make_model(directory: Path, good: Path, values: Any) -> None:
         config.write_bytes(values)
 
 
-MODELS: list[tuple[str, Any, str]] = [  # name, config.json, culprit beside its path
+MODELS: list[tuple[str, Any, str]] = [  # name, config.json, culprit beside its path; others: test_config_entries.py
     ("list", b"[]", "config.json"),
-    ("text", b'"text"', "config.json"),
-    ("number", b"5", "config.json"),
-    ("null", b"null", "config.json"),
-    ("empty-table", b"{}", "config.json"),
     ("empty", b"", "config.json"),
-    ("broken", b"{", "config.json"),
     ("binary", bytes(range(128, 256)), "config.json"),
-    ("deep", b"[" * 20000, "config.json"),
     ("missing", None, "config.json"),
     ("other-architecture", {"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
-    ("no-architecture", {"architectures": []}, "config.json"),
-    ("text-architecture", {"architectures": "Qwen3ForCausalLM"}, "architectures"),
-    ("number-architecture", {"architectures": [5]}, "5"),
-    ("table-architecture", {"architectures": {"a": 1}}, "architectures"),
     ("text-layers", {"num_hidden_layers": "two"}, "num_hidden_layers"),
-    ("no-layers", {"num_hidden_layers": 0}, "num_hidden_layers"),
-    ("negative-layers", {"num_hidden_layers": -1}, "num_hidden_layers"),
-    ("half-layers", {"num_hidden_layers": 1.5}, "num_hidden_layers"),
-    ("no-hidden", {"hidden_size": 0}, "hidden_size"),
-    ("text-hidden", {"hidden_size": "x"}, "hidden_size"),
-    ("no-heads", {"num_attention_heads": 0}, "num_attention_heads"),
-    ("list-heads", {"num_attention_heads": [2]}, "num_attention_heads"),
     ("odd-groups", {"num_key_value_heads": 3}, "num_key_value_heads"),
-    ("negative-head-dim", {"head_dim": -32}, "head_dim"),
-    ("odd-head-dim", {"head_dim": 31}, "head_dim"),
-    ("no-vocabulary", {"vocab_size": 0}, "vocab_size"),
-    ("text-vocabulary", {"vocab_size": "many"}, "vocab_size"),
-    ("no-positions", {"max_position_embeddings": 0}, "max_position_embeddings"),
-    ("text-epsilon", {"rms_norm_eps": "small"}, "rms_norm_eps"),
-    ("negative-epsilon", {"rms_norm_eps": -1.0}, "rms_norm_eps"),
-    ("text-tied", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-    ("gelu", {"hidden_act": "gelu"}, "hidden_act"),
-    ("bias", {"attention_bias": True}, "attention_bias"),
-    ("list-rope", {"rope_parameters": [1]}, "rope_parameters"),
-    ("longrope", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
-    ("text-theta", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta"),
-    ("yarn-without-factor", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor"),
-    ("sliding", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window"),
     ("layer-types", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
 ]
 WEIGHTS = ("missing", "cut", "empty", "text")  # what model.safetensors is
 TOKENIZERS: list[tuple[str, bytes | None, str]] = [  # file, "-kind" behind it; content, None removes it; culprit
     ("tokenizer.json", None, "tokenizer"),
     ("tokenizer.json-list", b"[]", "tokenizer"),
-    ("tokenizer.json-empty", b"", "tokenizer"),
     ("tokenizer.json-broken", b"{", "tokenizer"),
-    ("tokenizer.json-binary", bytes(range(256)), "tokenizer"),
     ("tokenizer_config.json-list", b"[]", "tokenizer"),
-    ("tokenizer_config.json-broken", b"{", "tokenizer"),
     ("tokenizer_config.json-binary", bytes(range(128, 256)), "tokenizer"),
 ]

@@ -74,19 +74,14 @@ def test_fork_of_full_training_gets_merged_weights(tiny_model: Path) -> None:
     assert options_of(tiny_model, parent=adapters.model_copy(update={"parent": None})).adapters is not None
 
 
-def test_functions_that_may_call_engines_get_merged_weights_by_default(tiny_model: Path) -> None:
-    for option in ("--custom-generate-function-path", "--rollout-function-path", "--eval-function-path"):
-        words = [option, "module.function"]
+def test_engines_that_others_may_call_get_merged_weights_by_default(tiny_model: Path) -> None:
+    functions = ("--custom-generate-function-path", "--rollout-function-path", "--eval-function-path")
+    for words in (*((option, "module.function") for option in functions), ("--rollout-external-engine-addrs", "h:1")):
         assert options_of(tiny_model, *words).adapters is None
         assert options_of(tiny_model, *words, "--lora-publish", "adapter").adapters is not None
-    assert options_of(tiny_model, "--eval-function-path", "slime.rollout.sglang_rollout.eval_rollout").adapters
-
-
-def test_engines_of_others_get_merged_weights_by_default(tiny_model: Path) -> None:
-    words = ["--rollout-external-engine-addrs", "127.0.0.1:30000"]
-    assert options_of(tiny_model, *words).adapters is None
-    assert options_of(tiny_model, *words, "--lora-publish", "adapter").adapters is not None
-    assert options_of(tiny_model, "--lora-publish", "merged").adapters is None
+    words = ("--eval-function-path", "slime.rollout.sglang_rollout.eval_rollout")
+    assert options_of(tiny_model, *words).adapters is not None
+    assert options_of(tiny_model, *words, "--lora-publish", "merged").adapters is None
 
 
 def test_pause_mode_without_effect_is_named(tiny_model: Path) -> None:

@@ -76,11 +76,6 @@ def test_a_stream_takes_all_trainings_and_weight_updates_if_the_trainer_is_slowe
     assert outcome.seconds == pytest.approx(10 + ROUNDS * 20 + (ROUNDS - 1 - 2) * 1)
 
 
-def test_a_stream_takes_all_rollouts_and_stalls_if_the_engines_are_slower() -> None:
-    outcome = simulate(equal_lengths(train_seconds=1.0, publish_seconds=1.0), Mode("streaming", max_staleness=ROUNDS))
-    assert outcome.seconds == pytest.approx(ROUNDS * 10 + (ROUNDS - 1) * 1 + 1)
-
-
 def test_groups_wait_for_the_concurrency_of_the_engines() -> None:
     """Two of four groups are in flight: a step takes 0.02 s + 2 x 0.02 s, and there are twice as many steps."""
     outcome = simulate(replace(equal_lengths(train_seconds=0.0), concurrency=2), SYNCHRONOUS)
@@ -89,9 +84,8 @@ def test_groups_wait_for_the_concurrency_of_the_engines() -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("grade_seconds", [0.0, 60.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_every_group_and_token_is_accounted_for_once(mode: Mode, grade_seconds: float, seed: int) -> None:
-    outcome = simulate(replace(random_lengths(seed), grade_seconds=grade_seconds), mode)
+def test_every_group_and_token_is_accounted_for_once(mode: Mode, grade_seconds: float) -> None:
+    outcome = simulate(replace(random_lengths(0), grade_seconds=grade_seconds), mode)
     assert sorted(outcome.order) == list(range(ROUNDS * PROMPTS))
     assert outcome.trained_tokens + outcome.wasted_tokens == pytest.approx(outcome.generated_tokens)
     assert outcome.trained_tokens == pytest.approx(sum(outcome.staleness.values()))
@@ -101,44 +95,14 @@ def test_every_group_and_token_is_accounted_for_once(mode: Mode, grade_seconds: 
         assert not outcome.wasted_tokens
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2, 4])
-def test_a_stream_wastes_nothing_if_no_group_outlives_the_limit(max_staleness: int) -> None:
-    """All groups have the same length, so tokens are at most as old as the groups that were started ahead."""
-    outcome = simulate(equal_lengths(train_seconds=3.0), Mode("streaming", max_staleness=max_staleness))
-    assert not outcome.wasted_tokens
-    assert max(outcome.staleness) <= max_staleness
-
-
 def test_groups_with_late_grades_are_generated_once_more_and_each_trains_a_token() -> None:
-    repeated = []
-    for seed in range(40):
-        workload = replace(random_lengths(seed), grade_seconds=60.0)
-        outcome = simulate(workload, Mode("streaming", max_staleness=1))
-        assert not outcome.masked
-        assert len(set(outcome.repeated)) == len(outcome.repeated)
-        repeated += outcome.repeated
-    assert repeated
-
-
-def test_a_stream_keeps_the_engines_busy_that_wait_in_a_synchronous_run() -> None:
-    workload = random_lengths(0)
-    streaming, synchronous = simulate(workload, Mode("streaming", max_staleness=2)), simulate(workload, SYNCHRONOUS)
-    assert streaming.engines_idle < synchronous.engines_idle
-    assert streaming.seconds < 0.8 * synchronous.seconds
-
-
-def test_a_stream_keeps_the_engines_busy_when_a_few_prompts_are_much_longer() -> None:
-    """Log-normal lengths, 2 % of the groups twenty times the median; generation takes longer than training."""
-    rng = random.Random(0)
-
-    def group() -> list[int]:
-        factor = 20 if rng.random() < 0.02 else 1
-        return [max(1, round(100 * factor * rng.lognormvariate(0, 0.5))) for _ in range(4)]
-
-    rounds = [[group() for _ in range(32)] for _ in range(16)]
-    outcome = simulate(Workload(rounds, 1, 64, 0.004, 0.0001, 1.0, 0.0, 0.1), Mode("streaming", max_staleness=2))
-    assert outcome.engines_idle < 0.05
-    assert sorted(outcome.order) == list(range(16 * 32))
+    outcomes = [
+        simulate(replace(random_lengths(seed), grade_seconds=60.0), Mode("streaming", max_staleness=1))
+        for seed in range(12)
+    ]
+    assert not any(outcome.masked for outcome in outcomes)
+    assert all(len(set(outcome.repeated)) == len(outcome.repeated) for outcome in outcomes)
+    assert any(outcome.repeated for outcome in outcomes)
 
 
 def test_a_line_is_fitted_only_if_the_points_vary_enough() -> None:

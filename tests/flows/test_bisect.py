@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, write_data
 from penstock_command import penstock
 
 from penstock.flows import bisect
-from penstock.flows.cli import main
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.config import PostTrainConfig
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
 
 ROUNDS = 8
@@ -44,23 +42,18 @@ def without_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bisect, "plan_of", lambda flow, config: config)
 
 
-def dry(store: Store, *words: str, run: str = "r") -> int:
-    return bisect.main([run, *words, "--dry-run", "--store", store.root])
+def dry(store: Store, words: str, run: str = "r") -> int:
+    return bisect.main([run, "--metric", "eval/sums", *words.split(), "--dry-run", "--store", store.root])
 
 
-SUMS = ("--metric", "eval/sums")
-
-
-def test_dry_run_states_the_cost_and_writes_nothing(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_states_the_cost_and_writes_nothing(store: Store, printed: Callable[..., str]) -> None:
     before = {found.key for found in store.walk("")}
-    assert main(["bisect", "r", *SUMS, "--below", "5", "--dry-run", "--store", store.root]) == 0
-    out = capsys.readouterr().out
+    words = ("bisect", "r", "--metric", "eval/sums", "--below", "5", "--store", store.root)
+    out = printed(*words, "--dry-run")
     assert "eval/sums below 5, versions 0 to 8, 3 of them with a stored evaluation" in out
     assert "at most 0 evaluations and 0 replayed rounds" in out, "the stored values rise"
-    with pytest.raises(
-        RunError, match=r"from version 0 to 8, the metric does not fall .* \(it is 8 at version 8\): give another"
-    ):
-        bisect.main(["r", *SUMS, "--below", "5", "--store", store.root])
+    error = printed(*words, code=2)
+    assert "from version 0 to 8, the metric does not fall" in error and "(it is 8 at version 8): give another" in error
     assert {found.key for found in store.walk("")} == before
 
 
@@ -68,67 +61,68 @@ def test_dry_run_states_the_cost_and_writes_nothing(store: Store, capsys: pytest
     ("words", "cost"),
     [
         # no value is below the bound, and both ends are known
-        (("--below", "-8"), "0 evaluations and 0 replayed rounds"),
+        ("--below -8", "0 evaluations and 0 replayed rounds"),
         # both ends, then the middle: 5 (3 rounds from 2), 7 (1 from 6), 6 (0), then 5 again (3) if 6 is low
-        (("--below", "5", "--from", "5", "--to", "7"), "3 evaluations and 7 replayed rounds"),
+        ("--below 5 --from 5 --to 7", "3 evaluations and 7 replayed rounds"),
         # 1 (1 from 0), 3 (1 from 2), 2 (0), then 1 again (1) if 2 is low
-        (("--below", "5", "--from", "1", "--to", "3"), "3 evaluations and 3 replayed rounds"),
+        ("--below 5 --from 1 --to 3", "3 evaluations and 3 replayed rounds"),
     ],
 )
 def test_cost_counts_evaluations_and_rounds_from_the_nearest_checkpoint(
-    store: Store, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], cost: str
+    store: Store, capsys: pytest.CaptureFixture[str], words: str, cost: str
 ) -> None:
-    assert dry(store, *SUMS, *words) == 0
+    assert dry(store, words) == 0
     assert f"at most {cost}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--below", "1"), "--metric is missing"),
-        (SUMS, "--below is missing"),
-        ((*SUMS, "--below", "low"), "--below takes a number; found 'low'"),
-        ((*SUMS, "--below", "nan"), "--below takes a number"),
-        (("--metric", "eval/other", "--below", "1"), r"'eval/other' does not belong .*the run has eval/sums"),
-        (("--metric", "eval/sums-pass@9", "--below", "1"), r"not a metric of the evaluation of version 0.*eval/sums"),
-        ((*SUMS, "--below", "1", "--to", "9"), r"from version 0 to 9: give --from and --to with 0 <= from < to <= 8"),
-        ((*SUMS, "--below", "1", "--from", "8"), "from version 8 to 8"),
-        ((*SUMS, "--below", "1", "--lr", "1"), "--lr cannot change in a search"),
-        ((*SUMS, "--below", "1", "--num-rollout", "20"), "--num-rollout cannot change in a search"),
+        ("", "--below is missing"),
+        ("--below low", "--below takes a number; found 'low'"),
+        ("--below 1 --to 9", r"from version 0 to 9: give --from and --to with 0 <= from < to <= 8"),
+        ("--below 1 --lr 1", "--lr cannot change in a search"),
     ],
 )
-def test_bad_requests_are_refused_before_anything_starts(store: Store, words: tuple[str, ...], sentence: str) -> None:
+def test_bad_requests_are_refused_before_anything_starts(store: Store, words: str, sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
-        dry(store, *words)
+        dry(store, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "--metric is missing"),
+        ("--metric eval/other", r"'eval/other' does not belong .*the run has eval/sums"),
+        ("--metric eval/sums-pass@9", r"not a metric of the evaluation of version 0.*eval/sums"),
+    ],
+)
+def test_metric_that_the_run_does_not_have_is_refused(store: Store, words: str, sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence):
+        bisect.main(["r", *words.split(), "--below", "1", "--dry-run", "--store", store.root])
 
 
 def test_run_without_evaluations_needs_a_range(store: Store, data: Path) -> None:
     make_run(store, config_of(store, data, "bare", "--eval-prompt-data", "sums", str(data)), 2)
     with pytest.raises(RunError, match=r"'bare' has no evaluation on sums of versions 0 to 2: give --from and --to"):
-        dry(store, *SUMS, "--below", "1", run="bare")
-    assert dry(store, *SUMS, "--below", "1", "--from", "0", "--to", "2", run="bare") == 0
+        dry(store, "--below 1", run="bare")
+    assert dry(store, "--below 1 --from 0 --to 2", run="bare") == 0
 
 
 def test_longest_name_of_a_data_set_decides() -> None:
     config = PostTrainConfig.model_validate({"eval": {"eval_prompt_data": [("a", "x"), ("a-b", "y")]}})
-    names = {
-        "eval/a": "a",
-        "eval/a-pass@1": "a",
-        "eval/a-b": "a-b",
-        "eval/a-b/rewards/x": "a-b",
-        "eval/a/rewards/b": "a",
-    }
+    names = {"eval/a": "a", "eval/a-pass@1": "a", "eval/a-b": "a-b", "eval/a-b/rewards/x": "a-b"}
     assert {metric: bisect.find_data_set(config, metric) for metric in names} == names
 
 
 def test_fork_with_other_options_is_searched_from_its_fork_point(store: Store) -> None:
     for name, words in (("same", ()), ("other", ("--lr", "1e-3"))):
         assert fork.main(["r", "--at", "6", "--name", name, *words, "--store", store.root]) == 0
-    assert dry(store, *SUMS, "--below", "1", run="same") == 0
+    assert dry(store, "--below 1", run="same") == 0
     with pytest.raises(RunError, match="'other' has no evaluation on sums of versions 6 to 6"):
-        dry(store, *SUMS, "--below", "1", run="other")
+        dry(store, "--below 1", run="other")
     with pytest.raises(OptionError, match=r"before 6 were trained by its parent with other options.*6 <= from"):
-        dry(store, *SUMS, "--below", "1", "--from", "0", "--to", "6", run="other")
+        dry(store, "--below 1 --from 0 --to 6", run="other")
 
 
 # ---- with real engines -----------------------------------------------------------------------------------------------
@@ -136,7 +130,7 @@ def test_fork_with_other_options_is_searched_from_its_fork_point(store: Store) -
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_a_search_restores_evaluates_ranks_and_continues(
+def test_a_search_restores_evaluates_and_ranks_and_leaves_the_run_whole(
     prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     """The metric is one that has fallen, and the bound lies between its values at the two ends. The reward has a part
@@ -149,8 +143,8 @@ def test_a_search_restores_evaluates_ranks_and_continues(
         "    return {'score': value, 'plus': value, 'minus': -value}\n"
     )
 
-    def run(*words: str, check: bool = True) -> str:
-        result = penstock(*words, "--store", store.root, env=prefect_api, check=check)
+    def run(*words: str) -> str:
+        result = penstock(*words, "--store", store.root, env=prefect_api)
         return result.stdout + result.stderr
 
     options = f"""--hf-checkpoint {tiny_model} --prompt-data {data["train"]} --input-key prompt --label-key label
@@ -181,6 +175,4 @@ def test_a_search_restores_evaluates_ranks_and_continues(
     assert "at most 0 evaluations" in again and f"Round {before} trained it" in again
     table = [line for line in out.splitlines() if "%" in line]
     assert table and table == [line for line in again.splitlines() if "%" in line], "the ranking is deterministic"
-    assert "no problems found" in run("verify", "base")
-    assert "4 of 4 rounds are equal bit for bit" in run("replay", "base")
-    assert "complete" in run("resume", "base")
+    assert audit_run(store, keys).problems == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_engines_alone_use_the_first_gpus() -> None:
 @pytest.mark.integration
 @pytest.mark.full
 def test_each_half_runs_alone_and_an_ordinary_start_continues(
-    prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
+    prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     data = make_tiny_data(tmp_path / "data")["train"]
     place = ["--store", str(tmp_path / "store")]
@@ -80,7 +81,7 @@ def test_each_half_runs_alone_and_an_ordinary_start_continues(
     assert "round 1 (2/2)  reward" in output and "loading the starting weights" not in output  # no trainer
     versions = [(store.committed(KEYS.rollout_prefix(r)) or Commit(kind="rollout")).policy_version for r in range(2)]
     assert versions == [0, 0] and store.committed(KEYS.step_prefix(0)) is None
-    assert "1 rollouts generated with the initial weights" in penstock("verify", "r", *place, env=prefect_api).stdout
+    assert "1 rollouts generated with the initial weights" in printed("verify", "r", *place)
     assert "--debug-train-only" in train("--num-rollout", "2", check=False)  # an ordinary start is refused
 
     servers = len(list(logs.glob("sglang-*")))
@@ -92,4 +93,4 @@ def test_each_half_runs_alone_and_an_ordinary_start_continues(
     assert "weights of version 2 are equal in trainer and engines" in output
     last = store.committed(KEYS.rollout_prefix(2))
     assert last is not None and last.policy_version == 2
-    assert "no problems found" in penstock("verify", "r", *place, env=prefect_api).stdout
+    assert "no problems found" in printed("verify", "r", *place)

@@ -18,7 +18,7 @@ from tests.storage.mlflow_content import check_content
 
 pytestmark = pytest.mark.integration
 
-ROUNDS = 12
+ROUNDS = 8
 
 
 @pytest.fixture(scope="module")

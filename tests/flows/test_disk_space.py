@@ -91,11 +91,6 @@ def test_error_names_the_full_disk(tmp_path: Path, error: Callable[[Path], Excep
     assert full is not None and str(tmp_path) in str(full)
 
 
-def test_missing_directory_is_not_the_full_one(tmp_path: Path) -> None:
-    full = disk_full_error(OSError("No space left on device"), [str(tmp_path / "missing")])
-    assert full is not None and "missing" not in str(full)
-
-
 def test_full_disk_is_recognised_by_message_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here, there, temporary = (str(tmp_path / name) for name in ("here", "there", "tmp"))
     free = {here: 10, there: 20, temporary: 30}

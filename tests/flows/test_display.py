@@ -42,12 +42,11 @@ def step(index: int) -> Commit:
     return Commit(kind="step", index=index, policy_version=index + 1, summary=summary, seconds=seconds)
 
 
-def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] | None = None) -> str:
+def shown(*, commits: list[Commit]) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
-    database = "sqlite:////store/mlflow/mlflow.db"
-    display = Display("r1", "train", config(display_of), "/store", database, console=console)
-    for commit in commits or []:
+    console = Console(file=out, soft_wrap=True, highlight=False)
+    display = Display("r1", "train", config(), "/store", "sqlite:////store/mlflow/mlflow.db", console=console)
+    for commit in commits:
         display.print_commit(commit)
     display.print_summary()
     return out.getvalue()
@@ -84,12 +83,6 @@ def test_column_appears_when_its_number_is_not_zero_and_stays() -> None:
     assert "reward 0.000" in lines.format(step(0)).plain
 
 
-def test_sft_round_shows_only_its_own_columns() -> None:
-    summary = {"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}
-    commit = Commit(kind="step", index=0, summary=summary, seconds={"train": 2.0})
-    assert RoundLines(4).format(commit).plain == "round 0 (1/4)  loss 1.5000  tok/s 10,000  time 2.0s"
-
-
 def test_a_round_without_training_is_printed_when_it_is_generated() -> None:
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
     display = Display("r1", "train", config(2, rollout_only=True), "/store", console=console)
@@ -98,11 +91,8 @@ def test_a_round_without_training_is_printed_when_it_is_generated() -> None:
 
 def test_without_a_tty_every_round_is_a_plain_line() -> None:
     text = shown(commits=[commit for r in range(3) for commit in (rollout(r, 0.1 * r), step(r))])
-    assert "\x1b" not in text
-    lines = [line for line in text.splitlines() if line.startswith("round ")]
-    assert [re.search(r"reward (\S+)", line).group(1) for line in lines] == ["0.000", "0.100", "0.200"]  # type: ignore[union-attr]
-    assert "/data/[train].jsonl" in text
-    assert "penstock runs --store /store" in text
+    assert re.findall(r"^round .*reward (\S+)", text, re.MULTILINE) == ["0.000", "0.100", "0.200"]
+    assert "\x1b" not in text and "/data/[train].jsonl" in text and "penstock runs --store /store" in text
 
 
 def test_summary_sums_the_seconds_of_all_commits() -> None:
@@ -128,7 +118,7 @@ AIME = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["aime", "aime-24", "aime@0123abcd"])  # the last one was scored again
+@pytest.mark.parametrize("name", ["aime-24", "aime@0123abcd"])  # the second one was scored again
 def test_evaluation_line_shows_every_metric_with_its_interval(name: str) -> None:
     commit = Commit(kind="eval", index=2, summary={key.replace("aime", name): value for key, value in AIME.items()})
     assert eval_rewards(commit) == {name: 0.5}
@@ -183,13 +173,10 @@ def test_json_lines_have_run_round_stage_and_message(terminal: bool) -> None:
 @pytest.mark.parametrize(
     "name, number",
     [
-        ("rollout-000000", 0),
         ("train-000004", 4),
-        ("checkpoint-000005", 4),
         ("eval-000005-gsm8k", 4),
         ("publish-for-eval-000002", 1),
         ("publish-000000", None),
-        ("convert", None),
     ],
 )
 def test_round_is_read_from_the_name_of_a_task_run(name: str, number: int | None) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.flows.cli import main
 from penstock.flows.config import PostTrainConfig, derive
 from penstock.flows.inspect.dry_run import describe_engines, describe_weights
 from penstock.flows.options.flags import parse_config
@@ -24,27 +23,16 @@ from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
-RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "demo-grpo.toml"
-
-
+ROOT = Path(__file__).parents[2]
 REWARDS = """
-def half(args, sample, **kwargs):
-    return 0.5 * (sample.response == sample.label)
-
 def broken(args, sample, **kwargs):
     return 1 / len(sample.response)
 
 def zero(args, sample):
     return 0.0
 
-def grade(completions, answer, **kw):
-    return [float(text == answer) for text in completions]
-
 def word(args, sample):
     return "good"
-
-async def later(args, sample, **kwargs):
-    return {"score": 2.0, "length": 1.0}
 """
 
 
@@ -59,16 +47,26 @@ def small_run(model: Path, data: object, **changed: str) -> list[str]:
     return ["train", *(word.format(model=model, data=data) for word in words)]
 
 
+def write_rows(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def directory_with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an empty directory with user-defined rewards the current one."""
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text(REWARDS)
+
+
 @pytest.fixture
-def planned(tiny_model: Path, tmp_path: Path, printed: Callable[..., str]) -> Callable[[list[dict], str], list[str]]:
+def planned(tiny_model: Path, printed: Callable[..., str]) -> Callable[[list[dict], str], list[str]]:
     """Returns the lines of the plan of the demo's recipe for the rows of data.jsonl and further options."""
 
     def plan(rows: list[dict], words: str) -> list[str]:
-        data = tmp_path / "data.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        argv = ["train", "--config", str(RECIPE), "--run", "r", "--hf-checkpoint", str(tiny_model)]
-        argv += ["--prompt-data", str(data)]
-        return [line.rstrip() for line in printed(*argv, *words.split(), "--dry-run").splitlines()]
+        data = write_rows(Path("data.jsonl"), *rows)
+        argv = f"train --config demo-grpo --run r --hf-checkpoint {tiny_model} --prompt-data {data} {words} --dry-run"
+        return [line.rstrip() for line in printed(*argv.split()).splitlines()]
 
     return plan
 
@@ -77,7 +75,6 @@ def planned(tiny_model: Path, tmp_path: Path, printed: Callable[..., str]) -> Ca
     ("prompt", "words", "shown"),
     [
         ("1+2=", "", "'<|user|>1+2=<|end|><|assistant|>'"),
-        ([{"role": "user", "content": "1+2="}], "", "'<|user|>1+2=<|end|><|assistant|>'"),
         ("[/b] a [b]\n", "--apply-chat-template false", r"'[/b] a [b]\n'"),
     ],
 )
@@ -92,9 +89,7 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
     ("row", "words", "text"),
     [
         ({"prompt": r"1+2= in \boxed{}", "label": 3}, "--rm-type math", None),
-        ({"prompt": "1+2=", "label": 3}, "--rm-type exact_number", None),
         ({"prompt": "1+2=", "label": 3}, "--rm-type math", r"none of the first 1 prompts contains \boxed"),
-        ({"prompt": "1+2=", "label": 3}, "--rm-type dapo --reward-key score", "contains Answer:"),
         ({"prompt": "1+2=", "label": "?"}, "--rm-type gpqa", "rewards none of the first 1 labels"),
         (
             {"prompt": "1+2=", "label": "", "answer": 3},
@@ -102,8 +97,6 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
             "data.jsonl row 0 has no label, and the reward gives 0.0 to every test response: if the reward reads "
             "labels, name their column with --label-key (now 'label'); the columns are 'prompt', 'label', 'answer'",
         ),
-        ({"prompt": "1+2=", "label": "3"}, "--rm-type none --custom-rm-path code.py:zero", None),
-        ({"prompt": "1+2=", "label": ""}, "--rm-type zero", None),
         (
             {"prompt": "1+2=", "label": 3},
             "--rm-type none --custom-rm-path code.py:broken",
@@ -112,15 +105,8 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
     ],
 )
 def test_warnings_of_checks_are_printed_below_the_plan_like_all_others(
-    row: dict[str, object],
-    words: str,
-    text: str | None,
-    planned: Callable[..., list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, object], words: str, text: str | None, planned: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("code.py").write_text(REWARDS)
     lines = planned([row], words)
     warnings = [line for line in lines[:-1] if line.startswith("warning: ")]
     assert lines[-1].startswith("ready: ") and lines[-1 - len(warnings) : -1] == warnings
@@ -134,24 +120,16 @@ def test_warnings_of_checks_are_printed_below_the_plan_like_all_others(
         ("gbb?", True, "", True),
         ("<|user|>gbb?<|end|><|assistant|>", True, "", False),  # already rendered
         ("gbb?", True, "--apply-chat-template", False),
-        ("gbb?", True, "--apply-chat-template false", False),
         ("gbb?", False, "", False),
     ],
 )
 def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
-    prompt: str,
-    has_template: bool,
-    words: str,
-    warned: bool,
-    tiny_model: Path,
-    tmp_path: Path,
-    printed: Callable[..., str],
+    prompt: str, has_template: bool, words: str, warned: bool, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    model, data = tmp_path / "model", tmp_path / "data.jsonl"
-    shutil.copytree(tiny_model, model)
+    model = Path(shutil.copytree(tiny_model, "model"))
     if not has_template:
         (model / "chat_template.jinja").unlink()
-    data.write_text(json.dumps({"input": prompt}) + "\n")
+    data = write_rows(Path("data.jsonl").absolute(), {"input": prompt})
     out = printed(*small_run(model, data), *words.split(), "--dry-run")
     warnings = [line for line in out.splitlines() if "--apply-chat-template" in line and "warning" in line]
     assert [f"('gbb?' in {data} row 0): give --apply-chat-template, or" in line for line in warnings] == [True] * warned
@@ -160,32 +138,26 @@ def test_warning_if_plain_text_skips_the_chat_template_of_the_tokenizer(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--input-key question", "has no column 'question'"),
-        ("--rm-type none --custom-rm-path {code}:word", "returned no number"),
-        (
-            "--rm-type none --custom-rm-path {code}:grade",
-            "is not iterable (raised by grade of {code}): fix the reward; a reward is f(args, sample) -> float "
-            "(docs/coming-from.md",
-        ),
+        ("--rm-type none --custom-rm-path code.py:word", "returned no number"),
         ("--rm-type exact_number", "--rollout-max-response-len 1024 leaves no room for a prompt"),
     ],
 )
 def test_wrong_data_or_reward_is_reported_before_a_length(
-    words: str, error: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
+    words: str, error: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    code, data = tmp_path / "code.py", tmp_path / "data.jsonl"
-    code.write_text(REWARDS)
-    data.write_text('{"prompt": "1+2=", "label": 3}\n')
-    argv = f"train --config {RECIPE} --run r --hf-checkpoint {tiny_model} --prompt-data {data}".split()
-    argv += ["--rollout-max-response-len", "1024", *words.format(code=code).split()]
-    for start in (["--dry-run"], ["--store", str(tmp_path / "store")]):
-        err = printed(*argv, *start, code=2)
-        assert error.format(code=code) in err and err.count("\n") == 1
+    write_rows(Path("data.jsonl"), {"prompt": "1+2=", "label": 3})
+    argv = f"train --config demo-grpo --run r --hf-checkpoint {tiny_model} --prompt-data data.jsonl {words}".split()
+    for start in ("--dry-run", "--store=store"):
+        err = printed(*argv, "--rollout-max-response-len", "1024", start, code=2)
+        assert error in err and err.count("\n") == 1
 
 
-def test_length_is_checked_although_files_are_missing(tiny_model: Path, printed: Callable[..., str]) -> None:
+def test_other_checks_run_although_a_file_or_a_key_is_missing(tiny_model: Path, printed: Callable[..., str]) -> None:
     words = small_run(tiny_model, "absent.jsonl", rollout_max_response_len="1024")
     assert "--rollout-max-response-len 1024 leaves no room" in printed(*words, "--dry-run", code=2)
+    write_rows(Path("data.jsonl"), {"question": "1+1="})
+    words = small_run(tiny_model, "data.jsonl", use_wandb="true", wandb_key="env:ABSENT")
+    assert "data.jsonl:1 has no column 'input'; it has 'question'" in printed(*words, "--dry-run", code=2)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +165,6 @@ def test_length_is_checked_although_files_are_missing(tiny_model: Path, printed:
     [
         ([], "", "1 process on the CPU; on a machine with GPUs: 1 x 1 GPUs, on the trainer's GPUs"),
         ([], "--num-engines 2", "2 processes on the CPU; on a machine with GPUs: 1 x 1 GPUs, on the trainer's GPUs"),
-        ([80 << 30], "", "1 x 1 GPUs, on the trainer's GPUs"),
         ([], "--ray-address ray://head:10001", "1 x 1 GPUs, on the trainer's GPUs"),
     ],
 )
@@ -208,21 +179,16 @@ def test_plan_says_where_the_engines_run(
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--rm-type exact_number", ["'' gets 0.0", "'3' gets 1.0", r"'\\boxed{3}' gets 1.0"]),
         ("--rm-type boxed_exact_number", ["'' gets 0.0", "'3' gets 0.0", r"'\\boxed{3}' gets 1.0"]),
-        ("--rm-type none --custom-rm-path {code}:half", ["'' gets 0.0", "'3' gets 0.5", r"'\\boxed{3}' gets 0.0"]),
         (
-            "--rm-type none --custom-rm-path {code}:broken",
+            "--rm-type none --custom-rm-path code.py:broken",
             ["'' gets ZeroDivisionError: ", "'3' gets 1.0", r"'\\boxed{3}' gets 0.111"],
         ),
-        ("--rm-type none --custom-rm-path {code}:later --reward-key score", ["'' gets 2.0", "'3' gets 2.0"]),
     ],
 )
 def test_rewards_of_the_test_responses_are_printed(
-    words: str, shown: list[str], planned: Callable[..., list[str]], tmp_path: Path
+    words: str, shown: list[str], planned: Callable[..., list[str]]
 ) -> None:
-    (tmp_path / "code.py").write_text(REWARDS)
-    words = words.format(code=tmp_path / "code.py")
     rows = [{"prompt": "1+2=", "label": 3}, {"prompt": "2+2=", "label": 4}, {"prompt": "2+3=", "label": 5}]
     lines = planned(rows, words)
     first = next(index for index, line in enumerate(lines) if line.startswith("test rewards"))
@@ -230,26 +196,21 @@ def test_rewards_of_the_test_responses_are_printed(
         assert line.removeprefix("test rewards").strip().startswith(text)
 
 
-def planned_sft(
-    messages: list[dict], model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, list[str], str]:
-    """Return exit code, lines and errors of a dry run of `penstock sft` with one good conversation and `messages`."""
-    good = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    rows = [{"messages": good}] * 200 + [{"messages": messages}] + [{"messages": good}] * 200
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["sft", "--run", "r", "--hf-checkpoint", str(model), "--prompt-data", str(folder / "chats.jsonl")]
-    code = main([*argv, "--input-key", "messages", "--num-rollout", "1", "--dry-run"])
-    out, err = capsys.readouterr()
-    return code, [line.rstrip() for line in out.splitlines()], err
+GOOD_CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
 
-def test_first_conversation_is_printed_with_what_is_trained(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    code, lines, _ = planned_sft(good, tiny_model, tmp_path, capsys)
+def sft_words(model: Path, messages: list[dict]) -> list[str]:
+    """Return the arguments of a dry run of `penstock sft` with the conversation `messages` among many good ones."""
+    rows = [{"messages": messages if row == 200 else GOOD_CHAT} for row in range(400)]
+    data = write_rows(Path("chats.jsonl"), *rows)
+    words = f"sft --run r --hf-checkpoint {model} --prompt-data {data} --input-key messages --num-rollout 1 --dry-run"
+    return words.split()
+
+
+def test_first_conversation_is_printed_with_what_is_trained(tiny_model: Path, printed: Callable[..., str]) -> None:
+    lines = [line.rstrip() for line in printed(*sft_words(tiny_model, GOOD_CHAT)).splitlines()]
     [shown] = [line for line in lines if line.startswith("first row ")]
-    assert code == 0 and shown.endswith(" <|user|>1+1=<|end|><|assistant|>«2<|end|>»")
+    assert shown.endswith(" <|user|>1+1=<|end|><|assistant|>«2<|end|>»")
     assert not any(line.startswith("test rewards") for line in lines)
 
 
@@ -257,7 +218,6 @@ def test_first_conversation_is_printed_with_what_is_trained(
     ("messages", "said"),
     [
         ([("user", "1" * 5000), ("assistant", "2")], "tokens, but the model has only"),
-        ([("user", "1"), ("assistant", "2" * 5000)], "tokens, but the model has only"),
         (
             [("user", "1"), ("untrained", "2"), ("user", "1"), ("untrained", "3")],
             "no token of the conversation would be trained on",
@@ -265,13 +225,13 @@ def test_first_conversation_is_printed_with_what_is_trained(
     ],
 )
 def test_sft_refuses_rows_that_are_too_long_or_train_nothing(
-    messages: list[tuple], said: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    messages: list[tuple], said: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
     rows = [{"role": "assistant" if role == "untrained" else role, "content": text} for role, text in messages]
     for row, (role, _) in zip(rows, messages):
         row |= {"step_loss_mask": 0} if role == "untrained" else {}
-    code, _, err = planned_sft(rows, tiny_model, tmp_path, capsys)
-    assert code == 2 and "chats.jsonl row 200: " in err and said in err and err.count("\n") == 1
+    err = printed(*sft_words(tiny_model, rows), code=2)
+    assert "chats.jsonl row 200: " in err and said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -279,109 +239,81 @@ def test_sft_refuses_rows_that_are_too_long_or_train_nothing(
     [
         ({}, "ready: the same command without --dry-run starts the run"),
         ({"prompt_data": "absent.jsonl"}, "not ready here: --prompt-data absent.jsonl does not exist here; prompts"),
-        ({"hf_checkpoint": "/absent"}, "not ready here: --hf-checkpoint /absent (weights) does not exist"),
         ({"custom_rm_path": "mine.py:f", "rm_type": "none"}, "not ready here: --custom-rm-path mine.py does not exist"),
         ({"use_wandb": "true", "wandb_key": "env:ABSENT"}, "not ready here: the trackers: "),
     ],
 )
 def test_last_line_says_whether_the_run_is_ready(
-    changed: dict[str, str],
-    last: str,
-    tiny_model: Path,
-    tmp_path: Path,
-    printed: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, str], last: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text('{"input": "1+1="}\n')
+    write_rows(Path("data.jsonl"), {"input": "1+1="})
     out = printed(*small_run(tiny_model, "data.jsonl", **changed), "--dry-run")
     assert out.splitlines()[-1].startswith(last)
     assert "per GPU" not in out, "no table of GPUs on a machine without one"
     assert ("passes   " in out) == ("does not exist" not in last)
 
 
-def test_rows_are_checked_although_a_key_of_a_tracker_is_missing(
-    tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    (tmp_path / "data.jsonl").write_text('{"question": "1+1="}\n')
-    words = small_run(tiny_model, tmp_path / "data.jsonl", use_wandb="true", wandb_key="env:ABSENT")
-    assert "data.jsonl:1 has no column 'input'; it has 'question'" in printed(*words, "--dry-run", code=2)
-
-
 @pytest.mark.parametrize(
-    ("flags", "command"),
+    ("flag", "name", "command"),
     [
-        ("--hf-checkpoint Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
-        ("--ref-load meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
-        ("--use-opd --opd-teacher-load a/b", "hf download a/b --local-dir b"),
-        ("--prompt-data openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
-        ("--eval-prompt-data a openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
+        ("--hf-checkpoint", "Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        ("--use-opd --opd-teacher-load", "a/b", "hf download a/b --local-dir b"),
+        ("--prompt-data", "openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
     ],
 )
 def test_name_on_the_hub_is_refused_with_the_download_command(
-    flags: str,
-    command: str,
-    tiny_model: Path,
-    tmp_path: Path,
-    printed: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    flag: str, name: str, command: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text('{"input": "1+1="}\n')
-    flag, name = flags.split()[:2]
-    changed = {flag.removeprefix("--").replace("-", "_"): name} if flag.removeprefix("--") in ALL else {}
-    words = [*small_run(tiny_model, "data.jsonl", **changed), *([] if changed else flags.split())]
-    for start in (["--dry-run"], ["--store", "s"]) if "hf-checkpoint" in flags else (["--dry-run"],):
-        error = printed(*words, *start, code=2)
+    write_rows(Path("data.jsonl"), {"input": "1+1="})
+    words = small_run(tiny_model, "data.jsonl")
+    if flag in words:
+        words[words.index(flag) + 1] = name
+    else:
+        words += [*flag.split(), name]
+    for start in ("--dry-run", "--store=store")[: 2 if flag == "--hf-checkpoint" else 1]:
+        error = printed(*words, start, code=2)
         assert command in error and error.count("\n") == 1
-    assert not (tmp_path / "s" / "runs").exists()
+    assert not Path("store/runs").exists()
 
 
-@pytest.mark.parametrize("words", ["--rollout-sampling-seeds", "--eval-mode apart --eval-prompt-data sums {data}"])
+@pytest.mark.parametrize("words", ["--rollout-sampling-seeds", "--eval-mode apart --eval-prompt-data sums data.jsonl"])
 def test_plan_without_the_gpus_that_the_engines_need_is_not_ready_here(
-    words: str, planned: Callable[..., list[str]], tmp_path: Path
+    words: str, planned: Callable[..., list[str]]
 ) -> None:
-    lines = planned([{"prompt": "1+2=", "label": "3"}] * 8, words.format(data=tmp_path / "data.jsonl"))
+    lines = planned([{"prompt": "1+2=", "label": "3"}] * 8, words)
     [verdict] = [line for line in lines if "ready" in line]
     assert verdict.startswith("not ready here: the engines: --") and verdict.endswith("was checked")
 
 
-@pytest.mark.parametrize("also", ["", "--eval-interval 5", "--n-samples-per-eval-prompt 4 --log-passrate"])
+@pytest.mark.parametrize("also", ["", "--eval-interval 5"])
 def test_dry_run_of_an_evaluation_shows_its_first_prompt_and_no_training(
-    also: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
+    also: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    data = tmp_path / "held.jsonl"
-    data.write_text('{"question": "1+2=", "answer": 3}\n')
-    argv = ["eval", "--run", "r", "--hf-checkpoint", str(tiny_model), "--eval-prompt-data", "held", str(data)]
-    argv += ["--eval-input-key", "question", "--eval-label-key", "answer", "--rm-type", "exact_number"]
-    out = printed(*argv, "--rollout-max-response-len", "16", *also.split(), "--dry-run")
-    lines = [line.rstrip() for line in out.splitlines()]
+    data = write_rows(Path("held.jsonl"), {"question": "1+2=", "answer": 3})
+    words = f"""eval --run r --hf-checkpoint {tiny_model} --eval-prompt-data held {data} --eval-input-key question
+        --eval-label-key answer --rm-type exact_number --rollout-max-response-len 16 {also} --dry-run"""
+    lines = [line.rstrip() for line in printed(*words.split()).splitlines()]
     rows = {line[:14].strip(): line[14:].strip() for line in lines}
     assert rows["first prompt"] == "'1+2='" and rows["its label"] == "'3'" and rows["test rewards"] == "'' gets 0.0"
     assert rows["evaluations"].startswith("held") and "None" not in rows["evaluations"] and "engines" in rows
     assert not {"rounds", "a round", "trainer", "a checkpoint", "asynchronous"} & rows.keys()
-    assert lines[-1].startswith("ready: ") and not (tmp_path / "penstock").exists()
+    assert lines[-1].startswith("ready: ") and not Path("penstock").exists()
 
 
-def test_dry_run_of_an_evaluation_refuses_what_its_start_refuses(
-    tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    data = tmp_path / "held.jsonl"
-    data.write_text('{"input": "1+2="}\n')
-    argv = ["eval", "--run", "r", "--hf-checkpoint", str(tiny_model), "--rollout-max-response-len", "16", "--dry-run"]
-    assert "--eval-prompt-data" in printed(*argv, "--rm-type", "math", code=2)
-    argv += ["--eval-prompt-data", "held", str(data)]
-    assert f"{data} row 0: " in printed(*argv, "--rm-type", "math", code=2)
-    assert "'mth'" in printed(*argv, "--rm-type", "mth", code=2)
+def test_dry_run_of_an_evaluation_refuses_what_its_start_refuses(tiny_model: Path, printed: Callable[..., str]) -> None:
+    write_rows(Path("held.jsonl"), {"input": "1+2="})
+    words = f"eval --run r --hf-checkpoint {tiny_model} --rollout-max-response-len 16 --dry-run --rm-type".split()
+    assert "--eval-prompt-data" in printed(*words, "math", code=2)
+    for reward, culprit in (("math", "held.jsonl row 0: "), ("mth", "'mth'")):
+        assert culprit in printed(*words, reward, "--eval-prompt-data", "held", "held.jsonl", code=2)
 
 
 @pytest.mark.parametrize("flow", ["train", "sft", "evaluate"])
 def test_dry_run_of_resume_plans_the_recorded_run(
     flow: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
-    data, chats = tmp_path / "held.jsonl", tmp_path / "chats.jsonl"
-    data.write_text('{"input": "1+2=", "label": 3}\n')
-    chats.write_text(json.dumps({"input": [{"role": role, "content": "2"} for role in ("user", "assistant")]}) + "\n")
+    data = write_rows(tmp_path / "held.jsonl", {"input": "1+2=", "label": 3})
+    chats = write_rows(tmp_path / "chats.jsonl", {"input": GOOD_CHAT})
     words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model)]
     words += ["--rm-type", "random", "--rollout-max-response-len", "16"]
     words += {
@@ -399,7 +331,7 @@ def test_dry_run_of_resume_plans_the_recorded_run(
     assert out.startswith("committed rounds: 1; ") == (flow != "evaluate")
 
 
-@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "regrade r", "verify r", "samples r"])
+@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "verify r"])
 def test_commands_without_dry_run_name_those_that_have_it(command: str, printed: Callable[..., str]) -> None:
     assert "--dry-run: train, sft, eval and resume have it" in printed(*command.split(), "--dry-run", code=2)
 
@@ -421,7 +353,6 @@ def checkpoint(directory: Path, quantization: dict[str, object] | None) -> PostT
     ("name", "quantization", "by_engines", "shown", "is_warned"),
     [
         ("Qwen3-4B-FP8", None, None, "BF16 in the files, not quantized", True),
-        ("fp8", None, None, "BF16 in the files, not quantized", True),
         ("fp8", BLOCKS, None, "quantized in blocks of 128 x 128", False),
         ("plain", BLOCKS, None, "quantized in blocks of 128 x 128", False),
         ("plain", None, None, "BF16 in the files, not quantized", False),
@@ -440,17 +371,14 @@ def test_plan_reads_whether_the_weights_are_quantized(
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
 def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_page_says(
-    page: str, tiny_model: Path, tmp_path: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    page: str, tiny_model: Path, printed: Callable[..., str]
 ) -> None:
-    root = RECIPE.parents[2]
-    text = (root / page).read_text().rpartition("## Your own model on one GPU")[2]
+    text = (ROOT / page).read_text().rpartition("## Your own model on one GPU")[2]
     [command] = re.findall(r"^penstock (train (?:.*\\\n)*.*--dry-run)", text, re.MULTILINE)
     [addition] = re.findall(r"add `(--rollout-max-response-len \d+)`", text)
     words = shlex.split(command.replace("\\\n", " "))
     words[words.index("--hf-checkpoint") + 1] = str(tiny_model)
-    words[words.index("--config") + 1] = str(root / "configs" / "recipes" / "1gpu.toml")
-    monkeypatch.chdir(tmp_path)
-    Path("prompts.jsonl").write_text('{"prompt": "1+2=", "label": 3}\n')
+    write_rows(Path("prompts.jsonl"), {"prompt": "1+2=", "label": 3})
     Path("my_reward.py").write_text("def grade(args, sample):\n    return 1.0\n")
     assert "--rollout-max-response-len 1024 leaves no room" in printed(*words, code=2)
     assert printed(*words, *addition.split()).splitlines()[-1].startswith("ready: ")

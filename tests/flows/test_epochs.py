@@ -25,18 +25,12 @@ def words(tmp_path: Path) -> list[str]:
     return ["--hf-checkpoint", "m", "--prompt-data", str(tmp_path / "prompts.jsonl"), "--input-key", "prompt"]
 
 
-@pytest.mark.parametrize(("epochs", "batch", "rounds"), [(1, 4, 2), (2, 4, 5), (3, 10, 3)])
-def test_rounds_are_epochs_times_rows_divided_by_the_batch(
-    words: list[str], epochs: int, batch: int, rounds: int
-) -> None:
-    given = [*words, "--num-epoch", str(epochs), "--rollout-batch-size", str(batch)]
+@pytest.mark.parametrize(("epochs", "rounds"), [(1, 2), (2, 5)])
+def test_rounds_are_epochs_times_rows_divided_by_the_batch(words: list[str], epochs: int, rounds: int) -> None:
     for more in ([], ["--num-rollout", str(rounds)]):
-        assert resolve("train", parse_config([*given, *more]), STORE).run.num_rollout == rounds
-
-
-def test_learning_rate_decays_over_the_rounds_of_the_epochs(words: list[str]) -> None:
-    plan = resolve("train", parse_config([*words, "--num-epoch", "2", *["--lr-decay-style", "cosine"], *BATCH]), STORE)
-    assert (plan.run.num_rollout, plan.train.lr_decay_iters) == (5, 5)
+        given = [*words, *BATCH, "--num-epoch", str(epochs), "--lr-decay-style", "cosine", *more]
+        plan = resolve("train", parse_config(given), STORE)
+        assert plan.run.num_rollout == plan.train.lr_decay_iters == rounds
 
 
 def test_run_keeps_its_rounds_and_its_schedule_when_rows_or_rounds_are_added(words: list[str], tmp_path: Path) -> None:
@@ -50,13 +44,13 @@ def test_run_keeps_its_rounds_and_its_schedule_when_rows_or_rounds_are_added(wor
     assert plan("--num-epoch", "2").run.num_rollout == 5
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 20)
     for more, rounds in (
-        (["--num-epoch", "2"], 5),
-        (["--num-epoch", "2", "--global-batch-size", "32"], 5),
-        (["--num-epoch", "3"], 15),
-        (["--num-epoch", "3"], 15),
-        (["--num-rollout", "7"], 7),
+        ("--num-epoch 2", 5),
+        ("--num-epoch 2 --global-batch-size 32", 5),
+        ("--num-epoch 3", 15),
+        ("--num-epoch 3", 15),
+        ("--num-rollout 7", 7),
     ):
-        again = plan(*more)
+        again = plan(*more.split())
         assert (again.run.num_rollout, again.train.lr_decay_iters) == (rounds, 5)
 
 
@@ -101,9 +95,8 @@ def train(store: Store, rounds: range, *, export: bool = False) -> None:
     for r in rounds:
         store.commit(KEYS.step_prefix(r), Commit(kind="step", index=r, policy_version=r + 1))
     if export:
-        store.commit(
-            KEYS.export_prefix(rounds.stop), Commit(kind="export", index=rounds.stop, policy_version=rounds.stop)
-        )
+        commit = Commit(kind="export", index=rounds.stop, policy_version=rounds.stop)
+        store.commit(KEYS.export_prefix(rounds.stop), commit)
 
 
 def test_each_start_adds_num_rollout_per_start_once(store: Store) -> None:
@@ -122,13 +115,10 @@ def test_each_start_adds_num_rollout_per_start_once(store: Store) -> None:
 
 
 def test_run_can_switch_between_fixed_length_and_rounds_per_start(store: Store) -> None:
-    assert start(store, config(None, num_rollout=4)) == 4
-    train(store, range(0, 4), export=True)
-    assert start(store, config()) == 7
-    train(store, range(4, 7), export=True)
-    assert start(store, config(None, num_rollout=8)) == 8
-    train(store, range(7, 8), export=True)
-    assert start(store, config()) == 11
+    for per_start, num_rollout, before, target in ((None, 4, 0, 4), (3, None, 4, 7), (None, 8, 7, 8), (3, None, 8, 11)):
+        fixed = {"num_rollout": num_rollout} if num_rollout else {}
+        assert start(store, config(per_start, **fixed)) == target
+        train(store, range(before, target), export=True)
 
 
 @pytest.mark.parametrize("recorded", [6, 8])  # 8: what the fork's first start is to reach, by chance

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_records import parent_record, run_json
-
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, score_one, write_data
 from penstock_command import penstock
+from run_records import parent_record, run_json
 
 from penstock.engines.serving.pool import EnginePool
 from penstock.flows import tasks

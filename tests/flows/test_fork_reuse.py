@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
-from made_run import config_of, make_run, roll_one, train_one, write_data
+from made_run import config_of, make_run, roll_one, train_one
 from penstock_command import penstock
 
 from penstock.flows.commands import fork
@@ -34,12 +31,8 @@ ROUNDS = 5
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A store with the run `r` of five rounds, and a sixth rollout that is not trained."""
-    store = Store(str(tmp_path / "store"))
-    config = config_of(store, write_data(tmp_path / "data.jsonl"))
-    roll_one(store, make_run(store, config, ROUNDS, save=(2, 4), score=(0, 3)), config, ROUNDS, "")
-    return store
+def store(fork_store: Store) -> Store:
+    return fork_store
 
 
 def command(store: Store, *words: str) -> int:
@@ -77,12 +70,8 @@ def test_fork_has_all_rollouts_of_the_parent_and_none_of_its_steps(
     parent = read_run_record(store, keys).parent
     assert (parent.at, parent.reused_rounds, parent.restart_data) == (0, range(6), False)
     run = run_of(store, "f")
-    assert (run.num_rounds, run.num_trained_rounds(), run.needs_rollout(0), run.needs_rollout(6)) == (
-        6,
-        0,
-        False,
-        False,
-    )
+    assert (run.num_rounds, run.num_trained_rounds()) == (6, 0)
+    assert not run.needs_rollout(0) and not run.needs_rollout(6)
     assert missing_fork_checkpoint(store, run.record) is None
     assert run.reuse is not None
     assert (run.reuse.parent.run, run.reuse.rounds, run.reuse.min_effective_sample_size) == ("r", range(6), 0.5)
@@ -123,11 +112,11 @@ def test_verify_reports_a_reused_round_with_samples_of_its_own(store: Store) -> 
 
 
 def test_lineage_shows_both_runs_that_were_trained_on_a_rollout(
-    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    store: Store, capsys: pytest.CaptureFixture[str], fork_data: Path
 ) -> None:
     reuse(store, "a-fork")
     train_all(store, "a-fork")
-    for reference, first in ((str(tmp_path / "data.jsonl"), 0), ("r/rollout/2", 2)):
+    for reference, first in ((str(fork_data), 0), ("r/rollout/2", 2)):
         capsys.readouterr()
         assert lineage_trees.main([reference, "--store", store.root]) == 0
         out = capsys.readouterr().out
@@ -200,13 +189,10 @@ def test_fork_of_a_fork_with_reused_rollouts_starts_engines_again_unless_it_reus
         (["--at", "3", "--num-rollout", "3"], r"--num-rollout 3 .* above --at 3"),
         (["--at", "6"], r"5 trained rounds, but --at is 6"),
         (["--rollout-temperature", "0.5"], r"--rollout-temperature cannot change with --reuse-rollouts"),
-        (["--n-samples-per-prompt", "3"], r"--n-samples-per-prompt cannot change"),
         (["--prompt-data", "other.jsonl"], r"--prompt-data has no effect with --reuse-rollouts"),
         (["--hf-checkpoint", "other"], r"the model at round 0 .* cannot change"),
         (["--ref-load", "other"], r"the model at round 0 .* cannot change"),
         (["--num-epoch", "2"], r"--num-epoch has no effect with --reuse-rollouts"),
-        (["--num-rollout-per-start", "2"], r"--num-rollout-per-start has no effect"),
-        (["--debug-train-only", "false"], r"--debug-train-only has no effect"),
         (["--use-rollout-routing-replay"], r"--use-rollout-routing-replay needs data .* r was started without it"),
         (["--opd-self"], "--opd-hint-template cannot change with --reuse-rollouts"),
         (["--opd-teacher-engine", "teacher"], r"a teacher in an engine needs data"),
@@ -220,8 +206,8 @@ def test_options_that_do_not_apply_to_stored_samples_are_refused(store: Store, w
     assert [found.key for found in store.walk("")] == before
 
 
-def test_parent_without_rollouts_or_of_sft_is_refused(store: Store, tmp_path: Path) -> None:
-    config = config_of(store, tmp_path / "data.jsonl", "empty")
+def test_parent_without_rollouts_or_of_sft_is_refused(store: Store, fork_data: Path) -> None:
+    config = config_of(store, fork_data, "empty")
     make_run(store, config, 0)
     with pytest.raises(RunError, match="'empty' has 0 rollouts"):
         reuse(store, "f", parent="empty")
@@ -277,10 +263,10 @@ def steps_of(store: Store, run: str) -> list[Commit]:
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_unchanged_options_give_the_weights_of_the_parent_bit_for_bit(trained: Trained) -> None:
+def test_unchanged_options_give_the_weights_of_the_parent_and_engines_can_continue(trained: Trained) -> None:
     store = trained.store
     servers = {found.key for found in store.walk("runs/same/logs") if "sglang" in found.key}
-    trained("fork", "base", "--reuse-rollouts", "--name", "same")
+    reuse(store, "same", parent="base")
     trained("resume", "same")
     base, same = steps_of(store, "base"), steps_of(store, "same")
     assert [step.state["digest"] for step in same] == [step.state["digest"] for step in base] and len(same) == 3
@@ -290,8 +276,11 @@ def test_unchanged_options_give_the_weights_of_the_parent_bit_for_bit(trained: T
         assert step.summary["reuse/advantage_weight_cosine"] == pytest.approx(1.0)
     assert store.committed(RunKeys("same").export_prefix(3)) is not None
     assert servers == {found.key for found in store.walk("runs/same/logs") if "sglang" in found.key}, "no engine"
-    assert "no problems found" in trained("verify", "same")
     assert "3 of 3 rounds are equal bit for bit" in trained("replay", "same")
+    trained("resume", "same", "--debug-train-only", "false", "--num-rollout", "4")
+    own = store.committed(RunKeys("same").rollout_prefix(3))
+    assert own is not None and own.writer == "same" and own.policy_version == 3
+    assert audit_run(store, RunKeys("same")).problems == []
 
 
 @pytest.mark.integration
@@ -299,8 +288,7 @@ def test_unchanged_options_give_the_weights_of_the_parent_bit_for_bit(trained: T
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gspo", ["--policy-loss", "gspo"]),
-        ("rloo", ["--advantage-estimator", "rloo", "--at", "1"]),
+        ("losses", ["--policy-loss", "gspo", "--advantage-estimator", "rloo", "--at", "1"]),
         ("epochs", ["--ppo-epochs", "2", "--lr", "5e-4"]),
     ],
 )
@@ -308,42 +296,25 @@ def test_changed_options_train_the_same_samples_and_replay_bit_for_bit(
     trained: Trained, name: str, words: list[str]
 ) -> None:
     store = trained.store
-    trained("fork", "base", "--reuse-rollouts", "--name", name, *words, "--min-effective-sample-size", "0")
+    keys = reuse(store, name, *words, "--min-effective-sample-size", "0", parent="base")
     trained("resume", name)
     steps, first = steps_of(store, name), 1 if "--at" in words else 0
-    assert [step.state["digest"] for step in steps[first:]] != [
-        step.state["digest"] for step in steps_of(store, "base")[first:]
-    ]
+    digests = [[step.state["digest"] for step in run[first:]] for run in (steps, steps_of(store, "base"))]
+    assert digests[0] != digests[1]
     if name == "epochs":
         assert {use for step in steps for use, _ in step.state["sample_uses"]} == {2}
         assert all(len(step.state["steps"]) == 4 for step in steps)
-    assert "no problems found" in trained("verify", name)
+    assert audit_run(store, keys).problems == []
     assert "equal bit for bit" in trained("replay", name, "--from", str(first))
 
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_fork_stops_before_a_round_below_the_bound_and_continues_with_a_lower_one(
-    trained: Trained,
-) -> None:
+def test_fork_stops_before_a_round_below_the_bound_and_continues_with_a_lower_one(trained: Trained) -> None:
     store = trained.store
-    trained("fork", "base", "--reuse-rollouts", "--name", "far", "--lr", "0.1", "--min-effective-sample-size", "0.9")
+    keys = reuse(store, "far", "--lr", "0.1", "--min-effective-sample-size", "0.9", parent="base")
     out = trained("resume", "far", check=False)
     done = len(steps_of(store, "far"))
     assert "below --min-effective-sample-size 0.9" in out and 0 < done < 3
-    trained("resume", "far", "--num-rollout", str(done))
-    assert store.committed(RunKeys("far").export_prefix(done)) is not None
     trained("resume", "far", "--num-rollout", "3", "--min-effective-sample-size", "0")
-    assert len(steps_of(store, "far")) == 3 and "no problems found" in trained("verify", "far")
-
-
-@pytest.mark.integration
-@pytest.mark.full
-def test_a_start_with_engines_continues_after_the_reused_rounds(trained: Trained) -> None:
-    store = trained.store
-    trained("fork", "base", "--reuse-rollouts", "--name", "further")
-    trained("resume", "further")
-    trained("resume", "further", "--debug-train-only", "false", "--num-rollout", "4")
-    own = store.committed(RunKeys("further").rollout_prefix(3))
-    assert own is not None and own.writer == "further" and own.policy_version == 3
-    assert "no problems found" in trained("verify", "further")
+    assert len(steps_of(store, "far")) == 3 and audit_run(store, keys).problems == []

@@ -40,11 +40,9 @@ def test_usage_names_every_command(printed: Callable[..., str]) -> None:
     ("word", "first", "others"),
     [
         ("learning-rate", "--lr", {"--lr-warmup-iters", "--min-lr"}),  # the name of other trainers, then descriptions
-        ("learning_rate", "--lr", {"--lr-decay-style"}),
         ("STALENESS", "--max-staleness", set()),
         ("config", "--config", {"--eval-config", "--custom-config-path"}),
         ("--config", "--config", {"--eval-config"}),
-        ("recipe", "--config", set()),
         ("dry-run", "--dry-run", set()),
         ("traceback", "--verbose", set()),
     ],
@@ -76,6 +74,12 @@ def test_help_all_of_resume_has_only_options_that_may_change(printed: Callable[.
     out = printed("resume", "--help-all")
     assert "\n  --num-rollout" in out and "\n  --lr" not in out
     assert "\n  --recompute-granularity" in out and "\n  --grad-reduce-in-fp32" not in out
+
+
+@pytest.mark.parametrize("form", ["eval --compare", "regrade"])
+def test_help_of_eval_refers_to_that_of_compare_and_regrade(form: str, printed: Callable[..., str]) -> None:
+    assert printed(*form.split(), "--help").startswith(f"penstock {form} ")
+    assert f"penstock {form} --help" in printed("eval", "--help")
 
 
 def test_first_sentence_of_an_option_is_cut_outside_parentheses() -> None:
