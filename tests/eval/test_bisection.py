@@ -32,18 +32,18 @@ def search(curve: list[float], values: dict[int, float], bound: float = 0.5) -> 
     return find_fall(0, len(curve) - 1, values, bound, evaluate), asked
 
 
-@pytest.mark.parametrize("fall", range(1, 41))
-def test_a_single_fall_is_found_in_a_logarithmic_number_of_evaluations(fall: int) -> None:
-    curve = [0.9] * fall + [0.1] * (41 - fall)
-    found, asked = search(curve, {})
-    assert found == (fall - 1, fall)
-    assert len(asked) == len(set(asked)) <= 2 + math.ceil(math.log2(40))
-    assert search(curve, dict(enumerate(curve))) == (found, []), "stored values are not evaluated again"
+def test_a_single_fall_is_found_in_a_logarithmic_number_of_evaluations() -> None:
+    for fall in range(1, 41):
+        curve = [0.9] * fall + [0.1] * (41 - fall)
+        found, asked = search(curve, {})
+        assert found == (fall - 1, fall)
+        assert len(asked) == len(set(asked)) <= 2 + math.ceil(math.log2(40))
+        assert search(curve, dict(enumerate(curve))) == (found, []), "stored values are not evaluated again"
 
 
 def test_every_found_pair_is_a_fall_of_a_curve_that_is_not_monotone() -> None:
     chosen = random.Random(0)
-    for _ in range(300):
+    for _ in range(100):
         curve = [1.0, *(chosen.choice([0.2, 0.8, math.nan]) for _ in range(30)), 0.0]
         stored = {version: curve[version] for version in chosen.sample(range(32), 5)}
         values = dict(stored)
