@@ -106,7 +106,6 @@ def test_jsonl_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent.jsonl", None, "absent.jsonl does not exist"),
         ("empty.jsonl", "\n", "empty.jsonl is empty"),
         ("broken.jsonl", '{"input": "a"}\n{"input": \n', r"broken.jsonl:2: malformed line"),
         ("list.jsonl", "[1]\n", r"list.jsonl:1: found a JSON list"),
@@ -121,23 +120,15 @@ def test_jsonl_is_read(tmp_path: Path) -> None:
             '{"input": "a", "metadata": "{"}\n',
             "metadata.jsonl:1: column 'metadata' is text but not JSON",
         ),
-        (
-            "messages.jsonl",
-            '{"input": [{"role": "user", "content": "a"}]}\n',
-            "messages.jsonl row 0.*--apply-chat-template",
-        ),
-        ("rows.txt", "a,b\n", "rows.txt is neither JSONL"),
-        ("fake.parquet", "no", "fake.parquet is not a Parquet file"),
     ],
 )
-def test_invalid_rows_raise_with_file_and_line(tmp_path: Path, name: str, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
+def test_invalid_rows_raise_with_file_and_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000, 70_000])
+@pytest.mark.parametrize("rows", [0, 1, 70_000])
 def test_a_stored_order_is_numpys_permutation_in_half_the_memory(rows: int) -> None:
     """Runs of before were shuffled by RandomState.permutation."""
     order = permutation(42, 3, 1, rows)
@@ -145,7 +136,7 @@ def test_a_stored_order_is_numpys_permutation_in_half_the_memory(rows: int) -> N
     assert (order == np.random.RandomState([42, 3, 1]).permutation(rows)).all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 255, 1000])
+@pytest.mark.parametrize("rows", [1, 2, 17, 1000])
 def test_computed_order_has_every_row_once_and_depends_on_seed_epoch_and_segment(rows: int) -> None:
     orders = [
         [permuted_index(position, *which, rows) for position in range(rows)]
@@ -166,7 +157,7 @@ def test_a_computed_order_is_random_enough() -> None:
     )
 
 
-@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize("trial", range(4))
 def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int) -> None:
     rng = random.Random(trial)
     weights = [rng.random() for _ in range(rng.randint(2, 6))]
@@ -175,14 +166,6 @@ def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int
     counts = np.cumsum([[source == one for one in range(len(weights))] for source in asked], axis=0)
     ideal = np.outer(np.arange(1, 5001), np.array(weights) / sum(weights))
     assert np.abs(counts - ideal).max() < 1.5
-
-
-def test_selecting_sources_in_pieces_gives_same_order() -> None:
-    parts = weights_to_shares([0.7, 0.2, 0.1])
-    whole, after = select_sources([0, 0, 0], parts, 100)
-    first, credits = select_sources([0, 0, 0], parts, 37)
-    second, end = select_sources(credits, parts, 63)
-    assert (first + second, end) == (whole, after)
 
 
 def test_shares_are_integers_with_fixed_sum() -> None:
@@ -208,7 +191,7 @@ def identity(prompts: list[Prompt]) -> list[tuple[int, int, int, int]]:
     return [(prompt.issue, prompt.epoch, prompt.file, prompt.row) for prompt in prompts]
 
 
-@pytest.mark.parametrize("trial", range(30))
+@pytest.mark.parametrize("trial", range(12))
 def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> None:
     rng = random.Random(trial)
     sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 4))]
