@@ -14,7 +14,6 @@ from penstock.stages.eval.bisection import (
     find_fall,
     largest_cost,
     list_falls,
-    next_version,
     num_replayed,
     rank_groups,
     reward_contrast,
@@ -56,15 +55,6 @@ def test_the_first_fall_that_stored_values_show_is_searched() -> None:
     curve = [0.2, 0.3, 0.9, 0.9, 0.9, 0.1, 0.1, 0.9, 0.9, 0.1, 0.1]
     found, _ = search(curve, {0: 0.2, 2: 0.9, 6: 0.1, 8: 0.9, 10: 0.1})
     assert found == (4, 5), "a low start is not a fall, and later falls come after the first"
-
-
-def test_a_search_continues_from_its_values() -> None:
-    curve = [1.0] * 23 + [0.0] * 18
-    values: dict[int, float] = {}
-    while (version := next_version(0, 40, values, 0.5)) is not None:
-        values = {**values, version: curve[version]}
-        assert next_version(0, 40, dict(reversed(values.items())), 0.5) == next_version(0, 40, values, 0.5)
-    assert list_falls(values, 0.5) == [(22, 23)]
 
 
 @pytest.mark.parametrize(

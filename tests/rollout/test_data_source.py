@@ -65,7 +65,10 @@ def test_appended_rows_and_files_keep_existing_order() -> None:
     assert set(names(prompts)[2:]) == {"0:6", "0:7", "0:8", "1:0", "1:1"}, "the rest of the epoch is what was appended"
     second_epoch = names(new.take(after, 11)[0])
     assert len(set(second_epoch)) == 11
-    expected = names(old.take(old.take(old.restore(None), 6)[1], 6)[0])
+    _, at_the_end = old.take(old.restore(None), 6)
+    appended, _ = new.take(new.restore(at_the_end.model_dump(mode="json")), 5)
+    assert all(prompt.epoch == 0 for prompt in appended), "also what is appended at the end of an epoch belongs to it"
+    expected = names(old.take(at_the_end, 6)[0])
     assert second_epoch[:6] == expected, "in the next epoch the old segment has the order it would have had"
 
 

@@ -108,14 +108,6 @@ def test_message_that_cannot_be_rendered_is_refused_in_every_entrance(tmp_path: 
     assert not conversation.turns
 
 
-@pytest.mark.parametrize("message", [user(None), user([AUDIO]), {"role": "assistant", "content": None}])
-def test_message_that_cannot_be_rendered_is_refused_with_row_of_parquet(tmp_path: Path, message: Any) -> None:
-    fine = user([part("a")]) if isinstance(message["content"], list) else user("a")
-    pq.write_table(pa.Table.from_pylist([{"input": [fine]}] * 3 + [{"input": [message]}]), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet row 3: column 'input': .*message 1"):
-        rows_of(tmp_path / "rows.parquet")
-
-
 def test_null_content_beside_calls_is_kept() -> None:
     calling = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     for message in (calling, {**calling, "content": []}, {"role": "assistant", "tool_calls": [CALL]}):

@@ -92,9 +92,7 @@ def test_speculation_metrics_are_absent_without_speculation() -> None:
     assert speculation_metrics(TokenCounts()) == {}
 
 
-@pytest.mark.parametrize(
-    ("count", "rewards"), [(0, []), (1, [9]), (2, [9, 0]), (3, [9, 5, 0]), (4, [9, 6, 3, 0]), (99, range(9, -1, -1))]
-)
+@pytest.mark.parametrize(("count", "rewards"), [(0, []), (1, [9]), (4, [9, 6, 3, 0]), (99, range(9, -1, -1))])
 def test_preview_covers_best_to_worst(count: int, rewards: list[int]) -> None:
     samples = [sample(i, [1], reward=float(reward)) for i, reward in enumerate([3, 9, 0, 6, 4, 1, 8, 2, 7, 5])]
     assert [row["reward"] for row in sample_preview(samples, count)] == list(rewards)
