@@ -183,15 +183,7 @@ def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rm-type", "maths"], "did you mean math"),
-        (["--rm-type", "dapo"], "--reward-key"),
-        (["--temperature", "0"], "unknown flag --temperature"),
         (["--rollout-temperature", "0.5"], "--rollout-temperature has no effect on grading"),
-        (["--version", "7"], "--dataset (it has: evaluation 0 sums, evaluation 20 sums)"),
-        (["--rounds", "1-x"], "--rounds takes a round or a range"),
-        (["--detectors"], "--detectors reads training rounds, but none is selected"),
-        (["--rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
-        (["--custom-rm-path", "none.py"], "none.py does not exist"),
         (["--custom-rm-path", "{path}/half.py", "--log-passrate"], "has the reward 0.5, but pass@k needs rewards of 0"),
         (["--version", "0", "--custom-rm-path", "{path}/broken.py"], "grading of all 7 samples failed, the last with"),
     ],

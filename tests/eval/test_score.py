@@ -99,14 +99,6 @@ def test_data_sets_are_accepted_in_every_spelling(given: object) -> None:
     assert EvalConfig(eval_prompt_data=given).eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"), [(["a"], "NAME PATH"), (["a/b", "x"], "cannot name"), (["a", "x", "a", "y"], "two data sets")]
-)
-def test_invalid_data_sets_are_refused(given: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(eval_prompt_data=given)
-
-
 def test_missing_settings_are_inherited_from_the_rollout() -> None:
     fixed = {"prompt_data": ["x.jsonl"], "rollout_shuffle": False, "n_samples_per_prompt": 1, "group_rm": False}
     fixed |= {"opd_teacher_key": None, "opd_hint_key": None}  # an evaluation has no teacher
