@@ -31,10 +31,7 @@ def config_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Rol
     [
         ({"label": ""}, {}, "the row has no label.*'label'.*--label-key"),
         ({"label": ""}, {"streaming_data": True}, "no label"),
-        ({"label": "two"}, {"rm_type": "exact_number"}, "not an integer"),
-        ({"label": "", "metadata": {"rm_type": "f1"}}, {"rm_type": "random"}, "the reward f1"),
         ({"label": "3", "metadata": {"rm_type": "mathh"}}, {}, "mathh"),
-        ({"label": "3", "metadata": {"custom_rm_path": "grade.py"}}, {}, "--allow-row-code"),
     ],
 )
 def test_a_row_beyond_the_rendered_ones_that_cannot_be_graded_is_named(

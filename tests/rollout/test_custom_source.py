@@ -14,7 +14,6 @@ from penstock.stages.rollout.prompts.data_source import (
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
     RolloutRound,
-    load_data_source,
     open_data_source,
     take_checked_groups,
 )
@@ -197,23 +196,6 @@ def test_state_of_subclass_is_stored_with_position(open_source: OpenSource) -> N
     again = open_source(code)
     again.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert "2+10=" in take_checked_groups(again, 1)[0][0].prompt
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("class Mine:\n    pass\n", "get_samples"),
-        ("class Mine:\n    def get_samples(self):\n        return []\n", r"get_samples\(self, num_samples\)"),
-        (
-            "class Mine:\n    def get_samples(self, n):\n        return []\n"
-            "    def buffer_filter(self, buffer):\n        return []\n",
-            r"buffer_filter\(self, args, buffer, num_samples\)",
-        ),
-    ],
-)
-def test_class_with_wrong_signature_raises_when_loaded(path_of: PathOf, code: str, message: str) -> None:
-    with pytest.raises(PluginError, match=message):
-        load_data_source(path_of(code))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,39 +133,21 @@ def functions_of(file: str) -> dict[str, Any]:
     return load_function(f"{file}:generate").__globals__
 
 
-def call_of(pattern: str, result: Callable[[str], str], text: str) -> str | None:
-    """What the tool says to a turn of the model."""
-    match = re.search(pattern, text)
-    return None if match is None else result(match[1])
-
-
-REPLIES: dict[str, Callable[[dict[str, Any]], Callable[[str], str | None]]] = {
-    "multi_turn_tool": lambda functions: partial(
-        call_of, r"<calculator>([^<]*)</calculator>$", lambda call: f"<result>{functions['calculate'](call)}</result>"
-    ),
-    "search": lambda functions: lambda text: asyncio.run(functions["observe"](text)),
-}
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("name", "file", "stops"),
-    [
-        ("multi_turn_tool", "generate.py", ("</calculator>",)),
-        pytest.param("search", "generate.py", ("</search>", "</answer>"), marks=pytest.mark.full),
-    ],
-)
-def test_tools(
-    name: str, file: str, stops: tuple[str, ...], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tool(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # where the recipe's paths begin
-    with engine_for(cluster, tiny(name, tmp_path)) as pool:
-        samples, tokenizer, summary = one_round(name, pool, tmp_path)
-    reply = REPLIES[name](functions_of(f"examples/{name}/{file}"))
+    calculate = functions_of("examples/multi_turn_tool/generate.py")["calculate"]
+
+    def reply(text: str) -> str | None:
+        call = re.search(r"<calculator>([^<]*)</calculator>$", text)
+        return None if call is None else f"<result>{calculate(call[1])}</result>"
+
+    with engine_for(cluster, tiny("multi_turn_tool", tmp_path)) as pool:
+        samples, tokenizer, summary = one_round("multi_turn_tool", pool, tmp_path)
     for sample in samples:
-        assert sample.loss_mask == expected_mask(sample, tokenizer, stops, reply), sample.response
+        assert sample.loss_mask == expected_mask(sample, tokenizer, ("</calculator>",), reply), sample.response
     with_tool = [sample for sample in samples if 0 in sample.loss_mask[sample.loss_mask.index(1) :]]
-    print(f"{name}: {len(with_tool)} of {len(samples)} samples used the tool, {summary}")
+    print(f"{len(with_tool)} of {len(samples)} samples used the tool, {summary}")
     assert len(with_tool) >= len(samples) // 8
     assert max(sample.metadata["num_turns"] for sample in samples) >= 2
     assert summary["rollout/prefix_cache_hit_rate"] > 0.1, "turns of a conversation are computed again"

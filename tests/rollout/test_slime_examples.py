@@ -316,22 +316,22 @@ def test_agents_run_as_they_are(
         assert prompt == sample.prompt and sample.rollout_logprobs[-2:] == [-0.5, -0.625]
 
 
-REWARDS = {
-    "attribute": ("getattr(sample, 'tool_calls', 0.0)", 3.0),
-    "nested attribute": ("sample.trace[0]['x'] + len(sample.note)", 3.0),
-    "instance": ("3.0 if isinstance(sample, Sample) else 0.0", 3.0),
-    "fields": ("3.0 + sample.index + sample.group_index if sample.session_id is None else 0", 3.0),
-    "tokens": ("len(sample.tokens[-sample.response_length :]) + 1.0", 3.0),
-    "log-probs": ("-4 * sum(sample.rollout_log_probs)", 3.0),
-    "status": ("3.0 if sample.status == Sample.Status.COMPLETED else 0.0", 3.0),
-    "reward value": ("3.0 if sample.get_reward_value(args) is None else 0.0", 3.0),
-    "options": ("3.0 if args.hf_checkpoint and args.tensor_model_parallel_size == 1 else 0.0", 3.0),
-    "effective length": ("sample.effective_response_length + 1.0", 3.0),
+REWARDS = {  # expressions of a reward function, all with the value 3
+    "attribute": "getattr(sample, 'tool_calls', 0.0)",
+    "nested attribute": "sample.trace[0]['x'] + len(sample.note)",
+    "instance": "3.0 if isinstance(sample, Sample) else 0.0",
+    "fields": "3.0 + sample.index + sample.group_index if sample.session_id is None else 0",
+    "tokens": "len(sample.tokens[-sample.response_length :]) + 1.0",
+    "log-probs": "-4 * sum(sample.rollout_log_probs)",
+    "status": "3.0 if sample.status == Sample.Status.COMPLETED else 0.0",
+    "reward value": "3.0 if sample.get_reward_value(args) is None else 0.0",
+    "options": "3.0 if args.hf_checkpoint and args.tensor_model_parallel_size == 1 else 0.0",
+    "effective length": "sample.effective_response_length + 1.0",
 }
 
 
 def test_reward_sees_slimes_sample_and_what_generate_has_set(rollout: Any, tmp_path: Path) -> None:
-    values = ", ".join(f"{name!r}: float({value})" for name, (value, _) in REWARDS.items())
+    values = ", ".join(f"{name!r}: float({value})" for name, value in REWARDS.items())
     code = f"""
         from slime.rollout.sglang_rollout import generate as built_in
         from slime.utils.types import Sample
@@ -347,7 +347,7 @@ def test_reward_sees_slimes_sample_and_what_generate_has_set(rollout: Any, tmp_p
     path = write(tmp_path, code)
     options = {"custom_generate_function_path": path, "custom_rm_path": path, "reward_key": "attribute"}
     [sample] = rollout(("1",), rows=[{"input": "1+", "label": ""}], n_samples_per_prompt=1, **options)
-    assert sample.rewards == {name: expected for name, (_, expected) in REWARDS.items()}
+    assert sample.rewards == dict.fromkeys(REWARDS, 3.0)
 
 
 def test_attribute_that_cannot_be_recorded_raises_when_it_is_read() -> None:
