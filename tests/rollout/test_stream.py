@@ -138,7 +138,7 @@ def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_stalen
     """No more than (V + S + 1 - R) * B groups: all could be trained before they get too old."""
     bench.max_staleness, bench.train_seconds = max_staleness, train_seconds
     most = 0
-    for r in range(12):
+    for r in range(8):
         bench.round(r)
         for _ in range(8):
             assert bench.stream is not None
@@ -281,7 +281,7 @@ def test_kills_at_any_time_lose_no_group_and_use_none_twice(
     slow = set(chance.sample(range(60), 6))
     bench.length = lambda prompt, index: 40 if number_of(prompt) in slow else 1 + number_of(prompt) * (index + 3) % 9
     r = 0
-    while r < 16:
+    while r < 12:
         kill = chance.choice(["none", "none", "before the commit", "after the commit", "while groups are generated"])
         if kill == "before the commit":
             kill_before_commit(bench, r, monkeypatch)

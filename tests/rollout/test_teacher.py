@@ -116,12 +116,8 @@ def test_each_sample_is_scored_by_the_teacher_that_its_prompt_names(server: Serv
         urls = {"math": server.address + "/", "code": other.address}
         rows = [sample(metadata={TEACHER: name}, token_ids=[5, 6, 7, i]) for i, name in enumerate(["math", "code"] * 2)]
         score(urls, *rows)
-        assert [
-            sorted(ids[3] for [ids] in (body["input_ids"] for body in each.bodies)) for each in (server, other)
-        ] == [
-            [0, 2],
-            [1, 3],
-        ]
+        for each, numbers in ((server, [0, 2]), (other, [1, 3])):
+            assert sorted(body["input_ids"][0][3] for body in each.bodies) == numbers
         with pytest.raises(DataError, match="names the teacher 'law', but --opd-teacher-url has code, math"):
             score(urls, sample(metadata={TEACHER: "law"}))
 
