@@ -146,12 +146,7 @@ class SlowClient(ScriptedClient):
     refused = broken = 0.0  # shares of requests
 
     async def generate_each(
-        self,
-        prompts: list[list[int]],
-        samplings: list[dict[str, Any]],
-        *,
-        images: Sequence[Sequence[PromptImage]] = (),
-        session: str | None = None,
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], **options: Any
     ) -> list[Generation]:
         self.requests.append((list(prompts[0]), samplings[0], len(prompts)))
         fate = self.chance.random()

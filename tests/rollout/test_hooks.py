@@ -21,19 +21,10 @@ KINDS = {  # name of the function -> its option and parameters
 
 
 def sample(number: int = 0, group: str = "g") -> Sample:
-    return Sample(
-        sample_id=f"{group}-{number}",
-        group_id=group,
-        trajectory_id=f"{group}-{number}",
-        rollout_id=3,
-        response="yes",
-        token_ids=[5, 6, 7, 8],
-        loss_mask=[0, 0, 1, 1],
-        rollout_logprobs=[0.0, 0.0, -1.0, -0.5],
-        reward=float(number),
-        status=Status.COMPLETED,
-        metadata={"row": number},
-    )
+    name = f"{group}-{number}"
+    fields = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "rollout_logprobs": [0.0, 0.0, -1.0, -0.5]}
+    fields |= {"reward": float(number), "status": Status.COMPLETED, "metadata": {"row": number}}
+    return Sample(name, group, name, 3, response="yes", **fields)
 
 
 def hooks(tmp_path: Path, kind: str, body: str, *, head: str | None = None, timeout: float = 5.0) -> Hooks:

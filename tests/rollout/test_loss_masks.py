@@ -264,10 +264,8 @@ ROUNDS: dict[str, Messages] = {
     "two questions": [user("q?"), calling({"a": "1"}), result("r"), answer("2"), user("p?"), calling({}), result("s")],
     "null content": [user("q?"), {**calling({"a": "1"}), "content": None}, result("r"), answer("2")],
     "no content": [
-        user("q?"),
-        {key: value for key, value in calling({"a": "1"}).items() if key != "content"},
-        result("r"),
-        answer("2"),
+        *(user("q?"), {"role": "assistant", "tool_calls": calling({"a": "1"})["tool_calls"]}),
+        *(result("r"), answer("2")),
     ],
     "arguments as text": [user("q?"), calling('{"a": "1"}'), result("r"), answer("2")],
 }

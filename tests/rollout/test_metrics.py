@@ -18,17 +18,9 @@ from penstock.storage.samples.sample import Sample, Status
 
 def sample(number: int, mask: list[int], reward: float | None = 1.0, prompt_length: int = 2, **fields: Any) -> Sample:
     mask = [0] * prompt_length + mask
-    return Sample(
-        sample_id=f"s{number}",
-        group_id=f"g{number // 2}",
-        trajectory_id=f"s{number}",
-        rollout_id=0,
-        token_ids=list(range(len(mask))),
-        loss_mask=mask,
-        rollout_logprobs=[-0.5 * trained for trained in mask],
-        reward=reward,
-        **({"status": Status.COMPLETED} | fields),
-    )
+    fields = {"token_ids": list(range(len(mask))), "rollout_logprobs": [-0.5 * trained for trained in mask]} | fields
+    fields = {"loss_mask": mask, "reward": reward, "status": Status.COMPLETED} | fields
+    return Sample(f"s{number}", f"g{number // 2}", f"s{number}", 0, **fields)
 
 
 def test_single_turn_samples_are_counted_without_turn_metrics() -> None:

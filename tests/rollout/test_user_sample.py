@@ -17,17 +17,8 @@ NUM_PROMPT = 4
 
 
 def blank() -> Sample:
-    return Sample(
-        sample_id="g-00",
-        group_id="g",
-        trajectory_id="g-00",
-        rollout_id=3,
-        prompt="1+1=",
-        token_ids=[9, 8, 7, 6],
-        loss_mask=[0] * NUM_PROMPT,
-        rollout_logprobs=[0.0] * NUM_PROMPT,
-        metadata={"source": {"row": 5}},
-    )
+    fields = {"token_ids": [9, 8, 7, 6], "loss_mask": [0] * NUM_PROMPT, "rollout_logprobs": [0.0] * NUM_PROMPT}
+    return Sample("g-00", "g", "g-00", 3, prompt="1+1=", **fields, metadata={"source": {"row": 5}})
 
 
 def answered(**changes: Any) -> UserSample:
