@@ -111,20 +111,6 @@ def test_source_continues_from_state(open_source: OpenSource) -> None:
     assert take_checked_groups(again, 9) == whole
 
 
-def test_returned_groups_are_used_first_and_survive_restart(open_source: OpenSource) -> None:
-    source = open_source()
-    assert isinstance(source, RolloutDataSourceWithBuffer)
-    first = take_checked_groups(source, 4)
-    source.add_samples(first[1:3])
-    state, kept = source.state_dict(), source.buffered_samples()
-    assert len(kept) == 4
-    for one in (source, open_source()):
-        one.load_state_dict(state)
-        one.restore_buffer(kept)
-        assert ids(take_checked_groups(one, 3)) == [*ids(first[1:3]), "000000004"]
-        assert one.buffered_samples() == []
-
-
 @pytest.mark.parametrize("single", [False, True])
 def test_minimal_user_defined_classes_work(open_source: OpenSource, single: bool) -> None:
     source = open_source(SEED)

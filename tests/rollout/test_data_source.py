@@ -85,27 +85,6 @@ def test_changed_or_removed_rows_raise() -> None:
         source_of(5).restore(saved)
 
 
-ROWS = [
-    {"question": "1+1=", "answer": 2, "extra": {"rm_type": "math"}, "unused": [1]},
-    {"question": [{"role": "user", "content": "é"}], "answer": "x", "extra": '{"level": 3}'},
-    {"question": "2+2=", "answer": None, "extra": None},
-]
-
-
-def test_jsonl_is_read(tmp_path: Path) -> None:
-    config = RolloutConfig(
-        prompt_data=write_jsonl(tmp_path / "rows.jsonl", ROWS),
-        input_key="question",
-        label_key="answer",
-        metadata_key="extra",
-    )
-    source = PromptSource.open(config)
-    prompts, _ = source.take(source.restore(None), 3)
-    assert [prompt.content for prompt in prompts] == [row["question"] for row in ROWS]
-    assert [prompt.label for prompt in prompts] == ["2", "x", ""]
-    assert [prompt.metadata for prompt in prompts] == [{"rm_type": "math"}, {"level": 3}, {}]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -231,18 +210,6 @@ def test_shares_are_those_of_the_prompts_served() -> None:
     prompts, state = source.take(source.restore(None), 40, prompt_filter)
     assert Counter(prompt.file for prompt in prompts) == {0: 20, 1: 20}
     assert state.places[0].cursor == 20 + state.skipped and state.places[1].cursor == 20
-
-
-def test_skipped_prompts_are_counted_and_not_numbered() -> None:
-    source = source_of(9)
-    prompts, state = source.take(source.restore(None), 12, not_a_third)  # 6 of 9 in every epoch
-    assert [prompt.issue for prompt in prompts] == list(range(12))
-    assert all(prompt.row % 3 for prompt in prompts)
-    visited = state.epoch * 9 + state.cursor
-    assert visited == state.issued + state.skipped
-    unfiltered, _ = source.take(source.restore(None), visited)
-    kept = [prompt for prompt in unfiltered if prompt.row % 3]
-    assert [(prompt.epoch, prompt.row) for prompt in kept] == [(prompt.epoch, prompt.row) for prompt in prompts]
 
 
 def test_epoch_without_short_prompt_raises() -> None:

@@ -312,23 +312,6 @@ def kill_before_commit(bench: SimulatedBench, r: int, monkeypatch: pytest.Monkey
     bench.kill()
 
 
-def test_failed_commit_restarts_the_stream_after_the_last_round(
-    bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.round(0)
-
-    def fail(*args: object, **fields: object) -> Commit:
-        raise OSError("the store cannot be written")
-
-    with monkeypatch.context() as context, pytest.raises(OSError, match="cannot be written"):
-        context.setattr("penstock.stages.rollout.stream.commit_samples", fail)
-        bench.round(1)
-    assert bench.stream is None
-    commit = bench.round(1)
-    assert commit.state["adopted_groups"], "finished groups were in the journal"
-    bench.round(2)
-
-
 def test_finished_groups_that_no_round_took_are_not_generated_again(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p4=3, p5=3, p6=3, p7=3, p8=30, p9=30, p10=30, p11=30)
     bench.round(0)

@@ -1,7 +1,5 @@
 """Samples of user-defined functions: accepted spellings, and rejected values."""
 
-import copy
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -87,19 +85,6 @@ def test_append_response_tokens() -> None:
         sample.append_response_tokens(tokens=[16])
     with pytest.raises(ValueError, match=r"2 trained tokens .*1 log-probs"):
         sample.append_response_tokens(tokens=[16, 17], log_probs=[-1.0])
-
-
-def test_siblings_are_independent_copies() -> None:
-    first = answered()
-    second = copy.deepcopy(first)
-    second.tokens += [14]
-    second.rollout_log_probs += [-4.0]
-    second.metadata["source"]["row"] = 6
-    third = dataclasses.replace(UserSample.of(blank()), token_ids=[9, 8, 7, 6, 1], rollout_logprobs=[0.0] * 4 + [-1.0])
-    third.loss_mask = [0, 0, 0, 0, 1]
-    assert len(checked_sample(second).token_ids) == 8 and len(checked_sample(first).token_ids) == 7
-    assert checked_sample(first).metadata["source"]["row"] == 5
-    assert UserSample.of(blank()).prompt_length == 4 == second.prompt_length
 
 
 def test_changed_prompt_requires_restart() -> None:
