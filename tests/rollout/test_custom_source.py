@@ -153,37 +153,6 @@ def test_buffer_filter_may_remove_selected_groups(open_source: OpenSource, remov
     assert rounds == [3, 3]
 
 
-def test_state_of_subclass_is_stored_with_position(open_source: OpenSource) -> None:
-    code = """
-        from penstock.stages.rollout.prompts.data_source import RolloutDataSource
-
-        class Curriculum(RolloutDataSource):
-            def __init__(self, args):
-                super().__init__(args)
-                self.level = 0
-                self.size = len(self.dataset)
-
-            def get_samples(self, num_samples):
-                self.level += 1
-                groups = self.dataset.sample(num_samples - 1)
-                return [*groups, self.dataset.issue(f"{self.level}+{self.size}=", label="?")]
-
-            def state_dict(self):
-                return super().state_dict() | {"level": self.level}
-
-            def load_state_dict(self, state):
-                super().load_state_dict(state)
-                self.level = state.get("level", 0)
-    """
-    source = open_source(code)
-    first = take_checked_groups(source, 3)
-    assert ids(first) == ["000000000", "000000001", "000000002"]
-    assert "1+10=" in first[2][0].prompt and first[2][0].label == "?"
-    again = open_source(code)
-    again.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    assert "2+10=" in take_checked_groups(again, 1)[0][0].prompt
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

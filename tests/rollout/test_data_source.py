@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from scripted_engine import write_jsonl
 
-from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.source import (
     WHOLE,
     Prompt,
@@ -83,28 +81,6 @@ def test_changed_or_removed_rows_raise() -> None:
         source_of(4, 3).restore(saved)
     with pytest.raises(ValueError, match=r"file 2 of --prompt-data .*0 rows"):
         source_of(5).restore(saved)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("broken.jsonl", '{"input": "a"}\n{"input": \n', r"broken.jsonl:2: malformed line"),
-        (
-            "column.jsonl",
-            '{"input": "a"}\n\n{"prompt": "b", "id": 1}\n',
-            r"column.jsonl:3 has no column 'input'; it has 'prompt', 'id'",
-        ),
-        (
-            "metadata.jsonl",
-            '{"input": "a", "metadata": "{"}\n',
-            "metadata.jsonl:1: column 'metadata' is text but not JSON",
-        ),
-    ],
-)
-def test_invalid_rows_raise_with_file_and_line(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 70_000])

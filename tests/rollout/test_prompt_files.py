@@ -16,7 +16,6 @@ from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts import prompt_files
-from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.prompts.spool import STRIDE, SpooledRows
@@ -149,17 +148,6 @@ def test_any_fsspec_file_system_works(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             rows_of(entry)
-
-
-@pytest.mark.usefixtures("fresh_workers")
-def test_checks_report_row_numbers_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 100)
-    rows: list[dict[str, Any]] = [{"input": "text"} for _ in range(30)]
-    rows[17] = {"input": [{"role": "user", "content": "a"}]}
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    for options in ({}, {"streaming_data": True, "data_cache": str(tmp_path / "cache")}, {"num_data_workers": 2}):
-        with pytest.raises(ValueError, match=r"rows.jsonl row 17: .*--apply-chat-template"):
-            check_prompt_data(RolloutConfig(prompt_data=path, **options))
 
 
 # ---- rows on the disk ------------------------------------------------------------------------------------------------
