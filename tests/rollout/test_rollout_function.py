@@ -204,29 +204,6 @@ def test_sample_takes_slimes_names() -> None:
     assert sample.effective_response_length == 1 and sample.status is cls.Status.PENDING
 
 
-GENERATE = """
-from slime.rollout.rm_hub import async_rm
-from slime.rollout.sglang_rollout import GenerateState, generate
-
-async def custom_generate(args, sample, sampling_params, evaluation=False):
-    state = GenerateState(args)
-    assert state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"] == sample.tokens
-    assert args.sglang_router_ip == "engine" and state.sampling_params.items() >= {"temperature": 1.0}.items()
-    async with state.semaphore:
-        sample = await generate(args, sample, {})
-    sample.reward = await async_rm(args, sample)
-    sample.metadata["evaluation"] = evaluation
-    return sample
-"""
-
-
-def test_generate_function_uses_slimes_state_and_rewards(plugin_bench: Any) -> None:
-    made = plugin_bench(GENERATE, "custom_generate_function_path", "custom_generate")
-    samples = made.trained(made.round(0))
-    assert len(samples) == 8 and all(sample.reward in (0.0, 1.0) for sample in samples)
-    assert all(sample.metadata["evaluation"] is False and sum(sample.loss_mask) == 2 for sample in samples)
-
-
 def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
     post, get = load_function("slime.utils.http_utils:post"), load_function("slime.utils.http_utils:get")
     with json_server(lambda path, body: (200, body)) as address:
