@@ -83,32 +83,21 @@ def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
     return evaluation_rewards(list(lineage.evals.values()))
 
 
-@pytest.mark.parametrize(
-    "names_of_evaluations",
-    [
-        lambda commits: evaluation_rewards(commits),
-        lambda commits: re.findall(r"eval (\S+)", describe_progress(commits)),
-        lambda commits: [name[5:] for name in summary_rows(commits, [], "store") if name.startswith("eval ")],
-        lambda commits: [name[5:] for name in evaluation_rows(commits) if name.startswith("eval ")],
-        curves_of_trackers,
-    ],
-    ids=["curve of the Prefect page", "line of a start", "summary", "show", "curve of the trackers"],
-)
-def test_regraded_evaluation_is_not_listed_as_an_evaluation(store: Store, names_of_evaluations) -> None:
-    assert list(names_of_evaluations(regraded_run(store))) == ["sums"]
-
-
-def test_regraded_evaluations_add_nothing_to_the_seconds_of_evaluations(store: Store) -> None:
+def test_regraded_evaluation_is_not_listed_as_an_evaluation(store: Store) -> None:
     commits = regraded_run(store)
+    listed: dict[str, Collection[str]] = {
+        "curve of the Prefect page": evaluation_rewards(commits),
+        "line of a start": re.findall(r"eval (\S+)", describe_progress(commits)),
+        "summary": [name[5:] for name in summary_rows(commits, [], "store") if name.startswith("eval ")],
+        "show": [name[5:] for name in evaluation_rows(commits) if name.startswith("eval ")],
+        "curve of the trackers": curves_of_trackers(commits),
+    }
+    assert {place: list(names) for place, names in listed.items()} == {place: ["sums"] for place in listed}
+    assert list(evaluation_rows(commits)) == ["eval sums", f"regrade {scored_again(store, 0)[0]}"]
     assert seconds_by_stage(commits, []) == seconds_by_stage(commits[:2], [])
 
 
-def test_show_lists_regraded_evaluations_under_their_own_title(store: Store) -> None:
-    rows = evaluation_rows(regraded_run(store))
-    assert list(rows) == ["eval sums", f"regrade {scored_again(store, 0)[0]}"]
-
-
-def test_report_separates_regraded_evaluations(store: Store) -> None:
+def test_report_and_fork_separate_regraded_evaluations(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     regraded_run(store)
     record = read_existing_record(store, RunKeys("r"))
     report, _ = collect_overview(store, RunKeys("r"), ReportInput(record, 0, [], compare=compare_evaluations))
@@ -117,10 +106,6 @@ def test_report_separates_regraded_evaluations(store: Store) -> None:
         assert [(e["task"], e["version"]) for e in part["evaluations"]] == [("sums", 0), ("sums", 20)]
         assert [(e["task"], e["version"]) for e in part["regrades"]] == [(name, 0), (name, 20)]
     assert [comparison["task"] for comparison in report["comparisons"]] == ["sums"]
-
-
-def test_fork_counts_regraded_evaluations_apart(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    regraded_run(store)
     assert cli.main(["fork", "r", "--at", "0", "--name", "f", "--store", store.root]) == 0
     assert "0 checkpoints, 1 eval, 1 regrade" in capsys.readouterr().out
 
@@ -198,19 +183,7 @@ def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rm-type", "maths"], "did you mean math"),
-        (["--rm-type", "dapo"], "--reward-key"),
-        (["--temperature", "0"], "unknown flag --temperature"),
         (["--rollout-temperature", "0.5"], "--rollout-temperature has no effect on grading"),
-        (["--version", "7"], "--dataset (it has: evaluation 0 sums, evaluation 20 sums)"),
-        (["--rounds", "0"], "has no graded samples that match --rounds"),
-        (["--rounds", "1-x"], "--rounds takes a round or a range"),
-        (["--detectors"], "--detectors reads training rounds, but none is selected"),
-        (["--fail-above", "2"], "--fail-above takes a share from 0 to 1"),
-        (["--version", "x"], "--version takes an integer"),
-        (["--dataset", "aime"], "has no graded samples that match"),
-        (["--rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
-        (["--custom-rm-path", "none.py"], "none.py does not exist"),
         (["--custom-rm-path", "{path}/half.py", "--log-passrate"], "has the reward 0.5, but pass@k needs rewards of 0"),
         (["--version", "0", "--custom-rm-path", "{path}/broken.py"], "grading of all 7 samples failed, the last with"),
     ],
@@ -224,8 +197,3 @@ def test_invalid_requests_print_one_sentence_and_commit_nothing(
     said = capsys.readouterr().err.strip()
     assert message in said and "\n" not in said
     assert scored_again(store, 0) == scored_again(store, 20) == []
-
-
-def test_an_unknown_run_is_an_error(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["regrade", "x", "--store", store.root]) == 2
-    assert "has no run 'x' (it has: r)" in capsys.readouterr().err

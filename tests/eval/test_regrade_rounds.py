@@ -1,11 +1,7 @@
 """Grading the samples of training rounds again with `penstock regrade`."""
 
 import gc
-import os
 import random
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -28,7 +24,6 @@ from penstock.stages.train.batching import Batch
 from penstock.stages.train.microbatches import compute_loss_weights
 from penstock.stages.train.step import stored_experience
 from penstock.storage.commit import Commit, RunKeys, commit_key
-from penstock.storage.failpoints import VARIABLE
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import find_orphans
 from penstock.storage.report.data import ReportInput, collect_overview
@@ -153,11 +148,7 @@ def test_every_flip_of_a_planted_fault_is_found(
     "words",
     [
         "",
-        "--disable-grpo-std-normalization --calculate-per-token-loss",
-        "--advantage-estimator rloo",
-        "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
-        "--advantage-estimator reinforce_plus_plus --normalize-advantages --calculate-per-token-loss",
-        "--advantage-estimator gspo --disable-rewards-normalization",
+        "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages --calculate-per-token-loss",
         "--advantage-estimator maxrl --calculate-per-prompt-loss",
         "--disable-grpo-std-normalization --loss-denominator 100",
     ],
@@ -192,8 +183,7 @@ def test_advantages_and_gradient_equal_those_of_the_trainer(words: str, store: S
     assert found["gradient_ratio"] == pytest.approx(np.sqrt((new @ new) / (old @ old)), rel=1e-12)
     pairs = [(row["old_advantage"], row["advantage"]) for row in rows]
     assert found["changed_advantages"] == sum(a != b for a, b in pairs) > 0
-    assert found["changed_signs"] == sum(a * b < 0 for a, b in pairs)
-    assert found["changed_signs"] > 0 or "--disable-rewards-normalization" in words
+    assert found["changed_signs"] == sum(a * b < 0 for a, b in pairs) > 0
 
 
 def test_the_same_grader_changes_nothing_but_failed_gradings(store: Store, tmp_path: Path) -> None:
@@ -232,38 +222,30 @@ def test_progress_is_printed_within_a_round(
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reward", "reason"),
     [
-        ("--advantage-estimator ppo", "--advantage-estimator ppo"),
-        ("--advantage-estimator gdpo --gdpo-reward-weights a=1 --reward-key a", "--advantage-estimator gdpo"),
-        ("--custom-advantage-function-path {path}/own.py", "--custom-advantage-function-path"),
-        ("--custom-reward-post-process-path {path}/own.py", "--custom-reward-post-process-path"),
+        ("--advantage-estimator ppo", "0.5", "with --advantage-estimator ppo they do not"),
+        (
+            "--custom-reward-post-process-path {path}/own.py",
+            "0.5",
+            "with --custom-reward-post-process-path they do not",
+        ),
+        ("--advantage-estimator maxrl", "-1.0", "a sample has the reward -1"),
     ],
 )
-def test_advantages_that_need_more_than_rewards_are_not_compared(
-    words: str, reason: str, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_advantages_that_need_more_than_these_rewards_are_not_compared(
+    words: str, reward: str, reason: str, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own.py").write_text(
-        "def post_process(args, samples): ...\n\ndef advantages(experience, options): ...\n"
-    )
-    train(store, tmp_path, 1, *words.format(path=tmp_path).split())
-    assert regrade(store, "--rm-type", "boxed_exact_number") == 0
-    assert f"advantages are not compared: with {reason} they do not" in capsys.readouterr().out
+    code = f"def post_process(args, samples): ...\n\ndef reward_func(args, sample):\n    return {reward}\n"
+    (tmp_path / "own.py").write_text(code)
+    train(store, tmp_path, 1, *words.format(path=tmp_path).replace("own.py", "own.py:post_process").split())
+    assert regrade(store, "--custom-rm-path", f"{tmp_path}/own.py:reward_func") == 0
+    assert f"advantages are not compared: {reason}" in capsys.readouterr().out
     assert {row["advantage"] for row in rows_of(store, regraded(store, 0))} == {None}
     assert "gradient_cosine" not in metrics_of(regraded(store, 0)) and metrics_of(regraded(store, 0))["changed"] > 0
 
 
-def test_rewards_that_the_estimator_refuses_are_graded_without_advantages(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "negative.py").write_text("def reward_func(args, sample):\n    return -1.0\n")
-    train(store, tmp_path, 1, "--advantage-estimator", "maxrl")
-    assert regrade(store, "--custom-rm-path", str(tmp_path / "negative.py")) == 0
-    assert "advantages are not compared: a sample has the reward -1" in capsys.readouterr().out
-    assert {row["advantage"] for row in rows_of(store, regraded(store, 0))} == {None}
-
-
-@pytest.mark.parametrize(("limit", "code"), [("0.9", 0), ("0.02", 1), ("0", 1)])
+@pytest.mark.parametrize(("limit", "code"), [("0.9", 0), ("0", 1)])
 def test_exit_code_tells_whether_too_many_rewards_changed(
     limit: str, code: int, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,18 +260,14 @@ def test_selection_of_rounds_and_evaluations(store: Store, tmp_path: Path) -> No
     config = config_of(store, tmp_path / "sums.jsonl", "r", "--prompt-data", str(tmp_path / "sums.jsonl"))
     evaluate(store, config, 3, [["0"]] * ROWS, flow="train")
 
-    def regraded_with(*words: str) -> list[str]:
-        assert regrade(store, "--rm-type", "zero", *words) == 0
-        keys = [c.attempt for c in read_commits(store, KEYS) if c.listed_kind == "regrade"]
-        store.delete([file.key for key in keys for file in store.walk(key.rpartition("/")[0])])
-        store.delete([commit_key(key.rpartition("/")[0]) for key in keys])
-        return sorted("/".join(key.split("/")[2:4]) for key in keys)
+    def selected(**own: str) -> list[tuple[str, int]]:
+        record = read_existing_record(store, KEYS)
+        return regrade_command.select_sources(store, KEYS, record, {f"--{name}": value for name, value in own.items()})
 
-    assert regraded_with("--rounds", "1") == ["regrades/000001"]
-    assert regraded_with("--rounds", "1-2") == ["regrades/000001", "regrades/000002"]
-    assert regraded_with("--dataset", "sums") == ["evals/000003"]
-    assert regraded_with("--rounds", "0", "--version", "3") == ["evals/000003", "regrades/000000"]
-    assert len(regraded_with()) == 4
+    assert selected(rounds="1") == [("", 1)] and selected(rounds="1-2") == [("", 1), ("", 2)]
+    assert selected(dataset="sums") == [("sums", 3)]
+    assert selected(rounds="0", version="3") == [("", 0), ("sums", 3)]
+    assert selected() == [("", 0), ("", 1), ("", 2), ("sums", 3)]
 
 
 # ---- kills -----------------------------------------------------------------------------------------------------------
@@ -302,27 +280,24 @@ def reward_func(args, sample):
 """
 
 
-def test_killed_regrade_continues_after_its_last_commit(store: Store, tmp_path: Path) -> None:
+class Killed(BaseException):
+    """The end of the process."""
+
+
+def test_killed_regrade_continues_after_its_last_commit(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(store, tmp_path, 4)
-    graded = tmp_path / "graded"
-    reward = tmp_path / "counting.py"
+    graded, reward = tmp_path / "graded", tmp_path / "counting.py"
     reward.write_text(COUNTING.format(path=str(graded)))
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    command = [sys.executable, "-m", "penstock", "regrade", "r", "--store", store.root, "--custom-rm-path", str(reward)]
-    with subprocess.Popen(command, env=os.environ | {VARIABLE: str(faults)}) as process:
-        for _ in range(2):  # halt before the commits of rounds 0 and 1
-            (faults / "commit-before-seal").touch()
-            deadline = time.monotonic() + 120
-            while not (faults / "commit-before-seal.reached").exists():
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
-            if not store.committed_names(f"{KEYS.prefix}/regrades/000000"):
-                (faults / "commit-before-seal").touch()
-                (faults / "commit-before-seal.reached").unlink()
-                while not store.committed_names(f"{KEYS.prefix}/regrades/000000"):
-                    time.sleep(0.01)
-        process.kill()
+
+    def kill_at_second_commit(point: str) -> None:
+        if point == "commit-before-seal" and store.committed_names(f"{KEYS.prefix}/regrades/000000"):
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("penstock.storage.leases.failpoint", kill_at_second_commit)
+        regrade(store, "--custom-rm-path", str(reward))
     committed = {r: store.committed_names(f"{KEYS.prefix}/regrades/{r:06d}") for r in range(4)}
     assert [len(names) for names in committed.values()] == [1, 0, 0, 0]
     first = regraded(store, 0)
@@ -359,14 +334,16 @@ def test_memory_is_constant_in_the_number_of_samples(
 ) -> None:
     """Of a large round only some samples are in memory at a time; of each sample of the round some bytes are kept, and
     of a finished round only its commit."""
-    sizes = [600] * 4 + [2400]
+    monkeypatch.setattr(regrading, "_IN_FLIGHT", 64)
+    monkeypatch.setattr(regrading, "_BATCH", 32)
+    sizes = [150] * 4 + [600]
     long_rounds(store, tmp_path, sizes)
     assert regrade(store, "--rm-type", "zero") == 0  # imports
     num_alive, num_bytes = [], []
     add, write = regrading.GradedSamples._add, regrading.write_regraded
 
     def counting_add(graded: regrading.GradedSamples, *arguments: object) -> None:
-        if len(graded.ids) % 600 == 300:
+        if len(graded.ids) % 150 == 75:
             gc.collect()
             num_alive.append(sum(type(each) is Sample for each in gc.get_objects()))
         add(graded, *arguments)
@@ -384,7 +361,7 @@ def test_memory_is_constant_in_the_number_of_samples(
     assert len(num_bytes) == len(sizes) and len(num_alive) == 4 + 4
     assert max(num_alive) <= regrading._IN_FLIGHT + regrading._BATCH + 8
     assert (num_bytes[3] - num_bytes[1]) / 2 < 20_000, "bytes of each finished round"
-    assert (num_bytes[4] - num_bytes[3]) / 1800 < 500, "bytes of each sample of the round in progress"
+    assert (num_bytes[4] - num_bytes[3]) / 450 < 500, "bytes of each sample of the round in progress"
 
 
 # ---- detectors -------------------------------------------------------------------------------------------------------
@@ -395,19 +372,15 @@ def test_memory_is_constant_in_the_number_of_samples(
     [
         ("length", "any", "4", 7.0),
         ("repetition", "a b c d e f g h", "", 0.0),
-        ("repetition", "a b c", "", 0.0),
         ("repetition", "a b c d a b c d", "", 1 / 5),
         ("repetition", "no no no no no no", "", 2 / 3),
-        ("label_echo", "42", "42", 0.0),
         ("label_echo", "It is 42.<|im_end|>", "42", 0.0),
         ("label_echo", "42 42 42", "42", 2 / 3),
         ("label_echo", "<think>42 42 42</think> so 42, or 42", "42", 1 / 4),
         ("label_echo", "New York or New York", "New York", 2 / 5),
         ("label_echo", "a banana", "a", 0.0),
-        ("label_echo", "", "", 0.0),
         ("format_only", "so \\boxed{ }", "4", 1.0),
         ("format_only", "so \\boxed{4}", "4", 0.0),
-        ("format_only", "<answer>\n</answer>", "4", 1.0),
         ("format_only", "The answer:\n<|im_end|>", "4", 1.0),
         ("format_only", "The answer: 4", "4", 0.0),
         ("format_only", "#### ", "4", 1.0),
@@ -462,16 +435,15 @@ def test_verify_accepts_regraded_rounds_and_finds_damage(store: Store, commits: 
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     (problem,) = audit_run(store, KEYS).problems
     assert "regrades/000000" in problem and "has hash" in problem
-    store.delete([commit_key(KEYS.rollout_prefix(1)), commit_key(KEYS.step_prefix(1))])
-    assert any("has as input the samples" in problem for problem in audit_run(store, KEYS).problems)
-
-
-def test_verify_finds_a_regrade_of_another_round(store: Store, commits: list[Commit]) -> None:
     commits[1].inputs["samples"] = commit_key(KEYS.rollout_prefix(0))
     prefix = KEYS.regrade_prefix(1, "0123abcd")
     store.commit(prefix, commits[1])
-    (problem,) = audit_run(store, KEYS).problems
-    assert problem.startswith(f"{prefix}.commit.json has the samples") and "it must be" in problem
+    assert any(
+        problem.startswith(f"{prefix}.commit.json has the samples") and "it must be" in problem
+        for problem in audit_run(store, KEYS).problems
+    )
+    store.delete([commit_key(KEYS.rollout_prefix(1)), commit_key(KEYS.step_prefix(1))])
+    assert any("has as input the samples" in problem for problem in audit_run(store, KEYS).problems)
 
 
 def test_lineage_leads_from_a_regrade_to_its_round(
@@ -515,7 +487,7 @@ def test_rounds_of_a_forks_parent_are_compared_with_the_parents_estimator(store:
     assert ["changed_advantages" in metrics_of(commit) for commit in of_fork] == [True, True]
 
 
-def test_views_show_and_report_know_regraded_rounds(
+def test_views_show_report_and_trackers_know_regraded_rounds(
     store: Store, commits: list[Commit], capsys: pytest.CaptureFixture[str]
 ) -> None:
     connection, problems = open_connection(store, ["r"])
@@ -537,9 +509,6 @@ def test_views_show_and_report_know_regraded_rounds(
         assert [(e["version"], len(e["task"])) for e in part["regrades"]] == [(0, 8), (1, 8)]
     assert {stage["kind"] for stage in report["stages"]} == {"rollout", "step"} and report["evaluations"] == []
     assert report["regrades"][0]["metrics"] == commits[0].summary
-
-
-def test_trackers_log_a_regrade_in_the_run_itself(commits: list[Commit]) -> None:
     index = RunCommits()
     for commit in commits:
         index.add(key := f"{(commit.attempt or '').rpartition('/')[0]}.commit.json", commit)
@@ -547,26 +516,18 @@ def test_trackers_log_a_regrade_in_the_run_itself(commits: list[Commit]) -> None
 
 
 @pytest.mark.parametrize(
-    ("run", "words", "message"),
+    ("flow", "words", "message"),
     [
-        ("no rounds", "", "has no graded samples that match --rounds, --version and --dataset (it has: none)"),
-        ("train", "--rounds 5-7", "(it has: rounds 0 to 1)"),
-        ("train", "--rounds 1-0", "(it has: rounds 0 to 1)"),
-        ("train", "--rm-type exact_nmber", "reward 'exact_nmber' is unknown"),
+        ("train", "--rounds 5-7", "has no graded samples that match --rounds, --version and --dataset (it has: rounds"),
         ("train", "--custom-rm-path {path}/broken.py", "samples failed, the last with 'ZeroDivisionError"),
-        ("train", "--custom-rm-path {path}/group.py", "change its parameters"),
-        ("train", "--rounds", "--rounds needs a value"),
-        ("train", "--fail-above 1.5", "--fail-above takes a share from 0 to 1"),
-        ("train", "--fail-above x", "--fail-above takes a number"),
         ("sft", "", "has no graded samples"),
     ],
 )
 def test_bad_requests_are_one_error_and_commit_nothing(
-    run: str, words: str, message: str, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flow: str, words: str, message: str, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text("def reward_func(args, sample):\n    return 1 / 0\n")
-    (tmp_path / "group.py").write_text("def reward_func(args, samples, more):\n    return []\n")
-    train(store, tmp_path, 0 if run == "no rounds" else 2, flow="sft" if run == "sft" else "train")
+    train(store, tmp_path, 1, flow=flow)
     assert regrade(store, *words.format(path=tmp_path).split()) == 2
     printed = capsys.readouterr().err.strip()
     assert message in printed and "\n" not in printed

@@ -13,9 +13,8 @@ from penstock.stages.eval.scores import bootstrap_intervals, compute_eval_metric
 from penstock.storage.samples.sample import Sample, Status
 
 
-@pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_fraction_of_draws_with_a_pass(n: int) -> None:
-    for c in range(n + 1):
+def test_pass_at_k_is_the_fraction_of_draws_with_a_pass() -> None:
+    for c, n in [(right, size) for size in range(1, 7) for right in range(size + 1)]:
         group = [True] * c + [False] * (n - c)
         for k, rate in pass_rates([group]).items():
             draws = list(itertools.combinations(group, k))
@@ -51,11 +50,10 @@ def parts(group: str, reward: float | None, rewards: dict[str, float]) -> Sample
         ([parts("a", 1.0, {"correct": 1.0, "format": 0.5}), parts("a", 0.0, {"correct": 0.0, "format": 0.0})],
          {"correct": 0.5, "format": 0.25}),
         ([parts("a", 1.0, {"correct": 1.0}), parts("b", None, {})], {"correct": 0.5}),
-        ([parts("a", 1.0, {"correct": 1.0}), parts("b", 1.0, {})], {"correct": 1.0}),
         ([parts("a", 1.0, {"correct": 1.0}), parts("b", 1.0, {"style": 3.0})], {"correct": 1.0, "style": 3.0}),
         ([parts("a", 1.0, {}), parts("b", None, {})], {}),
     ],
-    ids=["two parts", "failed sample", "number beside dictionary", "different parts", "numbers"],
+    ids=["two parts", "failed sample", "different parts", "numbers"],
 )  # fmt: skip
 def test_parts_of_a_dictionary_reward_have_means(samples: list[Sample], expected: dict[str, float]) -> None:
     metrics = compute_eval_metrics(samples, "aime")
@@ -99,14 +97,6 @@ def test_undefined_pass_rates_are_omitted_or_an_error() -> None:
 )
 def test_data_sets_are_accepted_in_every_spelling(given: object) -> None:
     assert EvalConfig(eval_prompt_data=given).eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"), [(["a"], "NAME PATH"), (["a/b", "x"], "cannot name"), (["a", "x", "a", "y"], "two data sets")]
-)
-def test_invalid_data_sets_are_refused(given: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(eval_prompt_data=given)
 
 
 def test_missing_settings_are_inherited_from_the_rollout() -> None:
@@ -156,16 +146,6 @@ def test_intervals_of_many_prompts_match_the_normal_approximation() -> None:
     error = values.std(ddof=1) / np.sqrt(len(values))
     assert low[0] == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
     assert high[0] == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
-
-
-def test_intervals_have_their_nominal_coverage() -> None:
-    random = np.random.default_rng(0)
-    rounds = 80
-    inside = 0
-    for _ in range(rounds):
-        low, high = bootstrap_intervals((random.random((60, 1)) < 0.3).astype(float))
-        inside += bool(low[0] <= 0.3 <= high[0])
-    assert 0.86 <= inside / rounds < 1.0
 
 
 def test_prompts_are_resampled_with_all_of_their_samples() -> None:

@@ -1,8 +1,5 @@
-"""Chat templates with the habits of the published ones, and a tokenizer that knows their special tokens, for tests.
-
-Llama 3 trims, and allows one call at a time. GLM 4 has no token that ends a reply: the next role's token does. DeepSeek V3 writes no
-turn markers behind tool results, and wants arguments as text and a content of None beside them.
-"""
+"""A chat template in which the next role's token ends a reply, as in GLM 4.5, and a tokenizer that knows the special
+tokens of all families, for tests."""
 
 import copy
 
@@ -10,22 +7,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-
-LLAMA3 = """
-{{- '<|begin_of_text|>' }}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content + '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- if message.tool_calls|length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson + '}<|eot_id|>' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
 GLM4 = """
 {{- '[gMASK]<sop>' }}
@@ -45,32 +26,6 @@ GLM4 = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{%- endif %}"""
-
-DEEPSEEK = """
-{%- set ns = namespace(after_tool=false) %}
-{{- '<｜begin▁of▁sentence｜>' }}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}{{ message.content }}
-    {%- elif message.role == 'user' %}
-        {%- if ns.after_tool %}{{ '<｜tool▁outputs▁end｜>' }}{%- endif %}
-        {%- set ns.after_tool = false %}{{ '<｜User｜>' + message.content }}
-    {%- elif message.role == 'assistant' and message.content is none %}
-        {{- '<｜tool▁outputs▁end｜>' if ns.after_tool else '<｜Assistant｜>' }}{{ '<｜tool▁calls▁begin｜>' }}
-        {%- set ns.after_tool = false %}
-        {%- for call in message.tool_calls %}
-            {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
-            {{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
-        {%- endfor %}
-        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<｜tool▁outputs▁end｜>' if ns.after_tool else '<｜Assistant｜>' }}{{ message.content + '<｜end▁of▁sentence｜>' }}
-        {%- set ns.after_tool = false %}
-    {%- elif message.role == 'tool' %}
-        {%- if not ns.after_tool %}{{ '<｜tool▁outputs▁begin｜>' }}{%- endif %}
-        {%- set ns.after_tool = true %}{{ '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<｜tool▁outputs▁end｜>' if ns.after_tool else '<｜Assistant｜>' }}{%- endif %}"""
 
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>"),

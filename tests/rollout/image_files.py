@@ -1,7 +1,5 @@
 """Image files made in memory: good ones with the pixels that they must give, bad ones with the message."""
 
-import base64
-import gzip
 import io
 import struct
 import zlib
@@ -103,15 +101,11 @@ GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
     "tiff": (lambda: encode(picture(), "TIFF"), HALVES, 0),
     "gif": (lambda: encode(picture(), "GIF"), HALVES, 0),
     "webp without loss": (lambda: encode(picture(), "WEBP", lossless=True), HALVES, 0),
-    "webp": (lambda: encode(picture(), "WEBP"), HALVES, 75),
     "jpeg": (lambda: encode(picture(), "JPEG", quality=95), HALVES, 75),
-    "progressive jpeg": (lambda: encode(picture(), "JPEG", quality=95, progressive=True), HALVES, 75),
     "cmyk jpeg": (lambda: encode(picture("CMYK"), "JPEG", quality=95), HALVES, 75),
-    "cmyk tiff": (lambda: encode(picture("CMYK"), "TIFF"), HALVES, 1),
     "grey": (lambda: encode(Image.new("L", (8, 4), 77)), np.full((4, 8, 3), 77, np.uint8), 0),
     "black and white": (lambda: encode(Image.new("1", (8, 4), 1)), np.full((4, 8, 3), 255, np.uint8), 0),
     "16-bit grey": (lambda: grey16(np.full((4, 8), 0x4D12)), np.full((4, 8, 3), 0x4D, np.uint8), 0),
-    "16-bit tiff": (lambda: grey16(np.full((4, 8), 0xFFFF), "TIFF"), np.full((4, 8, 3), 255, np.uint8), 0),
     "32-bit integers of 16 bits": (lambda: tiff("I", 0x4D12), np.full((4, 4, 3), 0x4D, np.uint8), 0),
     "16-bit colour": (lambda: png16(2, (0x4D12, 0, 0), (0xFFFF, 1, 2)), two((0x4D, 0, 0), (255, 0, 0)), 0),
     "16-bit colour with alpha": (
@@ -119,25 +113,12 @@ GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
         two((0x4D, 0, 0), WHITE),
         0,
     ),
-    "16-bit grey with alpha": (lambda: png16(4, (0x4D12, 0xFFFF), (0x4D12, 0)), two((0x4D,) * 3, WHITE), 0),
     "transparent 16-bit grey": (lambda: png16(0, (0x4D12,), (0x2000,), key=(0x2000,)), two((0x4D,) * 3, WHITE), 0),
     "transparent 16-bit colour": (
         lambda: png16(2, (0x4D12, 0, 0), (0x4D12, 0x1234, 0), key=(0x4D12, 0x1234, 0)),
         two((0x4D, 0, 0), WHITE),
         0,
     ),
-    "16-bit ppm": (lambda: b"P5 2 1 65535\n\x4d\x12\xff\xff", two((0x4D,) * 3, WHITE), 0),
-    "ppm as text": (lambda: b"P3 1 1 255\n250 10 20\n", np.array([[RED]], np.uint8), 0),
-    "2-bit grey": (lambda: png_file(2, 1, 2, 0, b"\0\xd0"), two(WHITE, (85,) * 3), 0),
-    "grey with a transparent value": (lambda: png_file(2, 1, 8, 0, b"\0\x09\x63", b"\0\x09"), two(WHITE, (99,) * 3), 0),
-    "ycbcr tiff": (lambda: encode(picture("YCbCr"), "TIFF"), HALVES, 3),
-    "gif with transparency": (
-        lambda: encode(Image.new("P", (4, 4), 0), "GIF", transparency=0),
-        np.full((4, 4, 3), 255, np.uint8),
-        0,
-    ),
-    "gif of one frame": (lambda: encode(picture(), "GIF", save_all=True), HALVES, 0),
-    "alpha in tiff": (lambda: encode(with_alpha(), "TIFF"), expected(RED, WHITE), 0),
     "without end": (lambda: encode(picture())[:-12], HALVES, 0),
     "palette": (lambda: encode(picture().quantize(4)), HALVES, 2),
     "palette with transparency": (
@@ -146,21 +127,16 @@ GOOD: dict[str, tuple[Callable[[], bytes], np.ndarray, int]] = {
         0,
     ),
     "alpha": (lambda: encode(with_alpha()), expected(RED, WHITE), 0),
-    "alpha in webp": (lambda: encode(with_alpha(), "WEBP", lossless=True), expected(RED, WHITE), 0),
     "half transparent": (
         lambda: encode(Image.new("RGBA", (2, 2), (0, 0, 0, 128))),
         np.full((2, 2, 3), 127, np.uint8),
         0,
     ),
     "grey with alpha": (lambda: encode(Image.new("LA", (2, 2), (9, 0))), np.full((2, 2, 3), 255, np.uint8), 0),
-    "transparent colour": (lambda: encode(picture(), transparency=BLUE), expected(RED, WHITE), 0),
     **{f"exif orientation {tag}": (partial(rotated, tag), pixels, 0) for tag, pixels in UPRIGHT.items()},
     "exif out of range": (lambda: rotated(9), UPRIGHT[1], 0),
     "exif in jpeg": (lambda: rotated(6, "JPEG", quality=95), UPRIGHT[6], 130),
-    "exif in webp": (lambda: rotated(5, "WEBP", lossless=True), UPRIGHT[5], 0),
-    "orientation in tiff": (lambda: rotated(7, "TIFF"), UPRIGHT[7], 0),
     "damaged exif": (lambda: encode(picture(), exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), HALVES, 0),
-    "one pixel": (lambda: encode(Image.new("RGB", (1, 1), RED)), np.array([[RED]], np.uint8), 0),
     "photo with thumbnail (MPO)": (lambda: animation("MPO"), HALVES, 75),
     "bytes after the end": (lambda: encode(picture()) + b"trailing", HALVES, 0),
 }
@@ -169,40 +145,21 @@ JPEG = encode(picture(size=(200, 200)).effect_spread(50), "JPEG")
 GIF = encode(picture(size=(200, 200)).effect_spread(50), "GIF")
 # Name -> file, what its message must say.
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
+    "large file": (lambda: bytes(2 << 20), "has 2 MiB; 1 are allowed"),
     "zero bytes": (lambda: b"", "has no bytes"),
     "text": (lambda: b"<html>404 not found</html>", "is none of PNG, JPEG"),
-    "json": (lambda: b'{"error": 1}', "is none of PNG, JPEG"),
-    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "is none of PNG, JPEG"),
-    "pdf": (lambda: b"%PDF-1.7\n" + bytes(200), "is none of PNG, JPEG"),
-    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is none of PNG, JPEG"),
     "heic": (lambda: b"\0\0\0\x20ftypheic" + bytes(99), "is none of PNG, JPEG"),
-    "avif": (lambda: b"\0\0\0\x20ftypavif" + bytes(99), "is none of PNG, JPEG"),
-    "compressed png": (lambda: gzip.compress(PNG), "is none of PNG, JPEG"),
-    "base64 text": (lambda: base64.b64encode(PNG), "is none of PNG, JPEG"),
-    "spaces before": (lambda: b"  " + PNG, "is none of PNG, JPEG"),
     "icon": (lambda: encode(picture(), "ICO"), "is none of PNG, JPEG"),
-    "only a signature": (lambda: PNG[:8], "(cannot be decoded|is none of)"),
     "truncated png": (lambda: PNG[: len(PNG) // 2], "cannot be decoded"),
     "truncated jpeg": (lambda: JPEG[: len(JPEG) // 2], "cannot be decoded .*truncated"),
-    "truncated webp": (lambda: encode(picture(), "WEBP", lossless=True)[:-20], "(cannot be decoded|is none of)"),
     "truncated gif": (lambda: GIF[: len(GIF) // 2], "cannot be decoded .*truncated"),
-    "truncated bmp": (lambda: encode(picture(), "BMP")[:-900], "cannot be decoded .*truncated"),
-    "truncated tiff": (lambda: encode(picture(), "TIFF")[:900], "(cannot be decoded|is none of)"),
-    "truncated ppm": (lambda: encode(picture(), "PPM")[:-900], "cannot be decoded .*truncated"),
-    "damaged header": (lambda: PNG[:20] + bytes(8) + PNG[28:], "(cannot be decoded|is none of)"),
     "damaged pixels": (lambda: PNG[:3000] + bytes(2000) + PNG[5000:], "cannot be decoded"),
     "no pixels": (lambda: png_header(0, 5), "(cannot be decoded|is none of)"),
     "bomb": (lambda: png_header(60_000, 60_000), "has .*decompression bomb"),
-    "large bomb": (lambda: png_header(2**31 - 1, 2**31 - 1), "has .*decompression bomb"),
     "just too many pixels": (lambda: png_header(8192, 8193), "has 8192 x 8193 pixels, but at most"),
     "too long": (lambda: encode(Image.new("RGB", (1001, 5))), "has 1001 x 5 pixels; one side may be at most 200"),
-    "too high": (lambda: encode(Image.new("RGB", (3, 700))), "has 3 x 700 pixels; one side may be at most 200"),
     "animated gif": (lambda: animation("GIF"), "has 2 frames or pages"),
-    "animated png": (lambda: animation("PNG"), "has 2 frames or pages"),
-    "animated webp": (lambda: animation("WEBP"), "has 2 frames or pages"),
     "pages of a tiff": (lambda: animation("TIFF"), "has 2 frames or pages"),
     "floating-point pixels": (lambda: tiff("F", 0.5), "has floating-point pixels"),
-    "floating-point pfm": (lambda: b"Pf 1 1 -1.0\n\0\0\0\x3f", "has floating-point pixels"),
     "32-bit pixels": (lambda: tiff("I", 1 << 20), "has 32-bit pixels"),
-    "negative pixels": (lambda: tiff("I", -1), "has 32-bit pixels"),
 }

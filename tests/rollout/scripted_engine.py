@@ -25,13 +25,16 @@ from penstock.engines.generation import (
     TokenCounts,
     WeightTransport,
 )
+from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.commit import BUFFER, Commit, RunKeys
 from penstock.storage.preemption import StopRequest
+from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 
 KEYS = RunKeys("run")
@@ -143,12 +146,7 @@ class SlowClient(ScriptedClient):
     refused = broken = 0.0  # shares of requests
 
     async def generate_each(
-        self,
-        prompts: list[list[int]],
-        samplings: list[dict[str, Any]],
-        *,
-        images: Sequence[Sequence[PromptImage]] = (),
-        session: str | None = None,
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], **options: Any
     ) -> list[Generation]:
         self.requests.append((list(prompts[0]), samplings[0], len(prompts)))
         fate = self.chance.random()
@@ -205,7 +203,7 @@ def json_server(answer: Callable[[str, Any], tuple[int, Any]]) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -245,6 +243,12 @@ class Bench:
     def source(self) -> PromptSource:
         return PromptSource.open(self.config)
 
+    def trained(self, commit: Commit) -> list[Sample]:
+        return read_samples(self.store, commit)
+
+    def buffered(self, commit: Commit) -> list[Sample]:
+        return read_samples(self.store, commit, BUFFER) if commit.num_samples(BUFFER) else []
+
     def journal(self, r: int) -> list[Commit]:
         """The entries of a round's journal."""
         prefix = f"{KEYS.rollout_prefix(r)}.journal"
@@ -267,4 +271,16 @@ class Bench:
             KEYS.rollout_prefix(r),
             RolloutRound("run", rollout_id=r, policy_version=r if policy_version is None else policy_version),
             read_resume_point(self.store, KEYS, r),
+        )
+
+    def evaluate(self, version: int, name: str, **changes: Any) -> Commit:
+        """Evaluate a policy version on the prompts of the run, as the data set `name`."""
+        source = self.source()
+        connect = partial(self.connect, version=version, **changes)
+        return rollout_stage(
+            RolloutContext(self.store, self.config, source, self.tokenizer, ["http://engine"], connect=connect),
+            KEYS.eval_prefix(version, name),
+            RolloutRound("run", version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
+            num_prompts=len(source),
+            summarize=partial(compute_eval_metrics, name=name),
         )

@@ -6,7 +6,7 @@ a test gives them. What differs between the families and matters for loss masks:
 
     Qwen 2.5            knows no thoughts; a default system message
     Qwen 3              thoughts only after the last question, there also empty ones; a switch that makes them empty
-    Qwen 3 2507         the thinking one forces <think> in the prompt; the other one is Qwen 2.5 without a default system message
+    Qwen 3 2507         the thinking one forces <think> in the prompt
     Llama 3.1           trims; one call at a time, and nothing beside it
     GLM 4               no token ends a turn but the next role's
     GLM 4.5 and 4.6     the same, and <think></think> where thoughts are left out
@@ -57,7 +57,6 @@ QWEN25 = (
     + _TOOL_RESULT
     + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-QWEN3_INSTRUCT_2507 = QWEN25.replace("'You are helpful.'", "''")
 
 _QWEN3_BODY = (
     "{%- set DEFAULT = '' %}"
@@ -324,7 +323,6 @@ GLM45_WITH_NONE = GLM45.replace("message.content or ''", "message.content | stri
 FAMILIES = {
     "qwen2.5": QWEN25,
     "qwen3": QWEN3,
-    "qwen3-instruct-2507": QWEN3_INSTRUCT_2507,
     "qwen3-thinking-2507": QWEN3_THINKING_2507,
     "llama-3.1": LLAMA31,
     "glm-4": GLM4,

@@ -11,7 +11,7 @@ import random
 import shutil
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import groupby
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from scripted_engine import KEYS, Bench, ScriptedClient
 
-from penstock.engines.generation import Generation, PromptImage, TokenCounts
+from penstock.engines.generation import Generation, TokenCounts
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
@@ -118,12 +118,7 @@ class TimedClient(ScriptedClient):
     refuses: Callable[[str], bool] = staticmethod(lambda prompt: False)
 
     async def generate_each(
-        self,
-        prompts: list[list[int]],
-        samplings: list[dict[str, Any]],
-        *,
-        images: Sequence[Sequence[PromptImage]] = (),
-        session: str | None = None,
+        self, prompts: list[list[int]], samplings: list[dict[str, Any]], **options: Any
     ) -> list[Generation]:
         bench, start = self.bench, self.bench.clock.now
         [prompt] = bench.tokenizer.decode([prompts[0]], skip_special_tokens=False)

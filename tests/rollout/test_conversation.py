@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 import pytest
-from chat_templates import DEEPSEEK, GLM4, LLAMA3, chat_tokenizer
+from chat_templates import GLM4, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
-from sft_templates import QWEN3
+from sft_templates import DEEPSEEK_V3, LLAMA31, QWEN3
 
 from penstock.stages.rollout.agents.conversation import ChatFormat, Conversation
 from penstock.stages.rollout.plugins.user_sample import checked_sample
@@ -26,22 +26,22 @@ ADD = {
 }
 CALL = {
     QWEN3: '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>',
-    LLAMA3: '{"name": "add", "parameters": {"a": 1, "b": 1}}',
+    LLAMA31: '{"name": "add", "parameters": {"a": 1, "b": 1}}',
     GLM4: "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
     "<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-    DEEPSEEK: (
+    DEEPSEEK_V3: (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
         '{"a": 1, "b": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
 }
 ENDS = {  # of a reply that calls a tool, and of one that waits for the user
     QWEN3: ("<|im_end|>", "<|im_end|>"),
-    LLAMA3: ("<|eot_id|>", "<|eot_id|>"),
+    LLAMA31: ("<|eot_id|>", "<|eot_id|>"),
     GLM4: ("<|observation|>", "<|user|>"),
-    DEEPSEEK: ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    DEEPSEEK_V3: ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
 }
 NAMES = ("qwen3", "llama3", "glm4", "deepseek")
-every_template = pytest.mark.parametrize("template", [QWEN3, LLAMA3, GLM4, DEEPSEEK], ids=NAMES)
+every_template = pytest.mark.parametrize("template", [QWEN3, LLAMA31, GLM4, DEEPSEEK_V3], ids=NAMES)
 
 
 def talk(handle: Any, *turns: list[dict[str, Any]], tools: Any = None, sample: Any = None, **sampling: Any) -> Any:
@@ -69,6 +69,7 @@ def test_conversation_text_equals_rendering_of_template(template: str) -> None:
     assert json.loads(replies[0]["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 1}
     assert replies[1] == {"role": "assistant", "content": "it is 2"}
     assert trained(handle, sample) == replied
+    assert all(sample.token_ids[: len(input_ids)] == input_ids for input_ids, _ in handle.client.requests)
     logprobs = [logprob for logprob in sample.rollout_logprobs if logprob]
     assert logprobs == [-float(i) for i in range(1, sum(sample.loss_mask) + 1)]
     assert all(bool(logprob) == bool(mask) for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask))
@@ -81,15 +82,6 @@ def test_conversation_text_equals_rendering_of_template(template: str) -> None:
         whole += "<|user|>"  # which the model has written already
     assert shown == whole.rstrip("\n")
     assert checked_sample(sample).loss_mask == sample.loss_mask
-
-
-@every_template
-def test_every_request_sends_tokens_of_sample(template: str) -> None:
-    end = ENDS[template][1]
-    handle = handle_with(template, "hello" + end, "hello" + end)
-    _, sample, _ = talk(handle, [QUESTION], [MORE])
-    for input_ids, _ in handle.client.requests:
-        assert sample.token_ids[: len(input_ids)] == input_ids
 
 
 def test_model_text_is_never_tokenized_again() -> None:
@@ -113,7 +105,7 @@ def test_truncated_reply_is_closed_before_next_turn() -> None:
 
 
 def test_reply_with_other_end_token_is_not_closed_twice() -> None:
-    handle = handle_with(LLAMA3, "hi<|eom_id|>", "yes<|eot_id|>")
+    handle = handle_with(LLAMA31, "hi<|eom_id|>", "yes<|eot_id|>")
     _, sample, _ = talk(handle, [QUESTION], [MORE])
     assert "hi<|eom_id|><|start_header_id|>user" in text(handle, sample)
 
@@ -135,7 +127,7 @@ def test_reasoning_dropped_by_template_is_kept_with_one_warning(caplog: pytest.L
     assert len([record for record in caplog.records if "reasoning" in record.message]) == 1
     with caplog.at_level(logging.WARNING):
         caplog.clear()
-        ChatFormat(chat_tokenizer(LLAMA3))
+        ChatFormat(chat_tokenizer(LLAMA31))
     assert not caplog.records
 
 
@@ -217,7 +209,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     ("template", "turns", "message"),
     [
         (None, [[QUESTION]], r"chat_template.jinja"),
-        (LLAMA3, [[QUESTION, {"role": "assistant", "content": None, "tool_calls": TWO_CALLS}]], "single tool-calls"),
+        (LLAMA31, [[QUESTION, {"role": "assistant", "content": None, "tool_calls": TWO_CALLS}]], "single tool-calls"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", [[QUESTION], [MORE]], "assistant"),
         (QWEN3, [[IMAGE]], "base64"),
     ],

@@ -132,18 +132,14 @@ def test_two_turns_with_a_tool_token_by_token(bench: Bench) -> None:
 FORMS = {
     "plain": "async def generate(args, sample, sampling_params):\n"
     "    await args.engine.generate(sample, **sampling_params)\n    return sample",
-    "short": "async def f(args, sample, engine):\n    await engine.generate(sample)\n    return sample",
     "engine in between": "async def f(args, sample, engine, params):\n"
     "    await engine.generate(sample, **params)\n    return [sample]",
     "keywords": "async def f(args, sample, sampling_params, *, evaluation, **rest):\n"
     "    assert not evaluation and not rest\n"
     "    await args.engine.generate(sample)\n    return sample",
-    "list": "async def custom_generate(args, samples, evaluation=False):\n    for sample in samples:\n"
-    "        await args.engine.generate(sample)\n    return samples\n\ndef helper(a): ...",
-    "list, other name": "async def f(args, group):\n"
-    "    await asyncio.gather(*map(args.engine.generate, group))\n    return tuple(group[::-1])",
-    "sync": "def generate(args, sample, sampling_params):\n"
-    "    asyncio.run(args.engine.generate(sample))\n    return sample",
+    "list": "async def custom_generate(args, samples, evaluation=False):\n"
+    "    await asyncio.gather(*map(args.engine.generate, samples))\n    return tuple(samples[::-1])\n\n"
+    "def helper(a): ...",
     "sync list": "def generate(args, samples, engine):\n"
     "    for s in samples:\n        asyncio.run(engine.generate(s))\n    return samples",
     "hidden async": "async def _f(args, sample):\n    await args.engine.generate(sample)\n    return sample\n\n"
@@ -232,19 +228,11 @@ def test_seeds_and_evaluation(bench: Bench) -> None:
 MISTAKES = {
     "await engine.generate(sample, temperature=0.3)": "raises PluginError: temperature 0.3",
     "raise KeyError('tool')": "raises KeyError: 'tool'",
-    "raise SystemExit(3)": "raises SystemExit: 3",
     "raise asyncio.CancelledError": "the call was cancelled",
     "return None": "returned NoneType: return the sample, or a list of samples",
-    "return []": "returned an empty list: return the sample",
     "return [sample, 'x']": "returned str: return",
-    "return sample": "has no response tokens",
     "await engine.generate(sample); sample.loss_mask = [1]; return sample": "loss_mask has 1 entries",
-    "await engine.generate(sample); sample.rollout_log_probs[-1] = float('nan'); return sample": "log-prob of token 2",
-    "await engine.generate(sample); sample.status = 'odd'; return sample": "status is 'odd'",
-    "await engine.generate(sample); sample.metadata['x'] = {1j}; return sample": "cannot be written as JSON",
     "await engine.generate(sample); sample.reward = float('nan'); return sample": "the reward function returned nan",
-    "sample.response = 'text alone'; return sample": "has no response tokens",
-    "sample.status = 'failed'; return sample": "returned the sample with status failed",
     "sample.status = 'failed'; sample.metadata['error'] = 'my own words'; return sample": "my own words",
     "await asyncio.sleep(60)": "takes more than 0.4 s",
 }
@@ -443,7 +431,6 @@ def test_slow_tool_does_not_delay_end_of_round(bench: Bench, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("engine.client.served_version = 'run/3'; await engine.generate(sample)", "weights 'run/3', expected 'run/4'"),
         (
             "try:\n            engine.client.served_version = 'run/3'; await engine.generate(sample)\n"
             "        except RuntimeError: pass",
@@ -454,7 +441,7 @@ def test_slow_tool_does_not_delay_end_of_round(bench: Bench, monkeypatch: pytest
             "weight version 'run/3', but expected 'run/4'",
         ),
     ],
-    ids=["raised", "caught", "own request"],
+    ids=["caught", "own request"],
 )
 def test_tokens_of_other_weights_end_the_round(bench: Bench, body: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
@@ -464,11 +451,8 @@ def test_tokens_of_other_weights_end_the_round(bench: Bench, body: str, message:
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
-        ("x = 1", "defines no function"),
-        ("async def generate(args): ...", r"generate of .* signature \(args\), but is called with \(args, sample"),
         ("async def generate(args, sample, params, more): ...", "missing a required argument: 'more'"),
         ("async def generate(args, sample):\n    yield 1", "is a generator"),
-        ("class Generate:\n    pass", "is a class: name a function"),
         ("raise OSError('no key')", "fails to import: OSError: no key"),
     ],
 )

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from scripted_engine import write_jsonl
 
-from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.source import (
     WHOLE,
     Prompt,
@@ -65,7 +63,10 @@ def test_appended_rows_and_files_keep_existing_order() -> None:
     assert set(names(prompts)[2:]) == {"0:6", "0:7", "0:8", "1:0", "1:1"}, "the rest of the epoch is what was appended"
     second_epoch = names(new.take(after, 11)[0])
     assert len(set(second_epoch)) == 11
-    expected = names(old.take(old.take(old.restore(None), 6)[1], 6)[0])
+    _, at_the_end = old.take(old.restore(None), 6)
+    appended, _ = new.take(new.restore(at_the_end.model_dump(mode="json")), 5)
+    assert all(prompt.epoch == 0 for prompt in appended), "also what is appended at the end of an epoch belongs to it"
+    expected = names(old.take(at_the_end, 6)[0])
     assert second_epoch[:6] == expected, "in the next epoch the old segment has the order it would have had"
 
 
@@ -82,62 +83,7 @@ def test_changed_or_removed_rows_raise() -> None:
         source_of(5).restore(saved)
 
 
-ROWS = [
-    {"question": "1+1=", "answer": 2, "extra": {"rm_type": "math"}, "unused": [1]},
-    {"question": [{"role": "user", "content": "é"}], "answer": "x", "extra": '{"level": 3}'},
-    {"question": "2+2=", "answer": None, "extra": None},
-]
-
-
-def test_jsonl_is_read(tmp_path: Path) -> None:
-    config = RolloutConfig(
-        prompt_data=write_jsonl(tmp_path / "rows.jsonl", ROWS),
-        input_key="question",
-        label_key="answer",
-        metadata_key="extra",
-    )
-    source = PromptSource.open(config)
-    prompts, _ = source.take(source.restore(None), 3)
-    assert [prompt.content for prompt in prompts] == [row["question"] for row in ROWS]
-    assert [prompt.label for prompt in prompts] == ["2", "x", ""]
-    assert [prompt.metadata for prompt in prompts] == [{"rm_type": "math"}, {"level": 3}, {}]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("absent.jsonl", None, "absent.jsonl does not exist"),
-        ("empty.jsonl", "\n", "empty.jsonl is empty"),
-        ("broken.jsonl", '{"input": "a"}\n{"input": \n', r"broken.jsonl:2: malformed line"),
-        ("list.jsonl", "[1]\n", r"list.jsonl:1: found a JSON list"),
-        (
-            "column.jsonl",
-            '{"input": "a"}\n\n{"prompt": "b", "id": 1}\n',
-            r"column.jsonl:3 has no column 'input'; it has 'prompt', 'id'",
-        ),
-        ("number.jsonl", '{"input": 5}\n', "number.jsonl:1: column 'input' holds 5; a prompt is text"),
-        (
-            "metadata.jsonl",
-            '{"input": "a", "metadata": "{"}\n',
-            "metadata.jsonl:1: column 'metadata' is text but not JSON",
-        ),
-        (
-            "messages.jsonl",
-            '{"input": [{"role": "user", "content": "a"}]}\n',
-            "messages.jsonl row 0.*--apply-chat-template",
-        ),
-        ("rows.txt", "a,b\n", "rows.txt is neither JSONL"),
-        ("fake.parquet", "no", "fake.parquet is not a Parquet file"),
-    ],
-)
-def test_invalid_rows_raise_with_file_and_line(tmp_path: Path, name: str, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / name)))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000, 70_000])
+@pytest.mark.parametrize("rows", [0, 1, 70_000])
 def test_a_stored_order_is_numpys_permutation_in_half_the_memory(rows: int) -> None:
     """Runs of before were shuffled by RandomState.permutation."""
     order = permutation(42, 3, 1, rows)
@@ -145,7 +91,7 @@ def test_a_stored_order_is_numpys_permutation_in_half_the_memory(rows: int) -> N
     assert (order == np.random.RandomState([42, 3, 1]).permutation(rows)).all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 255, 1000])
+@pytest.mark.parametrize("rows", [1, 2, 17, 1000])
 def test_computed_order_has_every_row_once_and_depends_on_seed_epoch_and_segment(rows: int) -> None:
     orders = [
         [permuted_index(position, *which, rows) for position in range(rows)]
@@ -166,7 +112,7 @@ def test_a_computed_order_is_random_enough() -> None:
     )
 
 
-@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize("trial", range(4))
 def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int) -> None:
     rng = random.Random(trial)
     weights = [rng.random() for _ in range(rng.randint(2, 6))]
@@ -175,14 +121,6 @@ def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int
     counts = np.cumsum([[source == one for one in range(len(weights))] for source in asked], axis=0)
     ideal = np.outer(np.arange(1, 5001), np.array(weights) / sum(weights))
     assert np.abs(counts - ideal).max() < 1.5
-
-
-def test_selecting_sources_in_pieces_gives_same_order() -> None:
-    parts = weights_to_shares([0.7, 0.2, 0.1])
-    whole, after = select_sources([0, 0, 0], parts, 100)
-    first, credits = select_sources([0, 0, 0], parts, 37)
-    second, end = select_sources(credits, parts, 63)
-    assert (first + second, end) == (whole, after)
 
 
 def test_shares_are_integers_with_fixed_sum() -> None:
@@ -208,7 +146,7 @@ def identity(prompts: list[Prompt]) -> list[tuple[int, int, int, int]]:
     return [(prompt.issue, prompt.epoch, prompt.file, prompt.row) for prompt in prompts]
 
 
-@pytest.mark.parametrize("trial", range(30))
+@pytest.mark.parametrize("trial", range(12))
 def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> None:
     rng = random.Random(trial)
     sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 4))]
@@ -248,18 +186,6 @@ def test_shares_are_those_of_the_prompts_served() -> None:
     prompts, state = source.take(source.restore(None), 40, prompt_filter)
     assert Counter(prompt.file for prompt in prompts) == {0: 20, 1: 20}
     assert state.places[0].cursor == 20 + state.skipped and state.places[1].cursor == 20
-
-
-def test_skipped_prompts_are_counted_and_not_numbered() -> None:
-    source = source_of(9)
-    prompts, state = source.take(source.restore(None), 12, not_a_third)  # 6 of 9 in every epoch
-    assert [prompt.issue for prompt in prompts] == list(range(12))
-    assert all(prompt.row % 3 for prompt in prompts)
-    visited = state.epoch * 9 + state.cursor
-    assert visited == state.issued + state.skipped
-    unfiltered, _ = source.take(source.restore(None), visited)
-    kept = [prompt for prompt in unfiltered if prompt.row % 3]
-    assert [(prompt.epoch, prompt.row) for prompt in kept] == [(prompt.epoch, prompt.row) for prompt in prompts]
 
 
 def test_epoch_without_short_prompt_raises() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +35,28 @@ def tiny(name: str, directory: Path) -> Path:
     return directory
 
 
+def publish(urls: list[str], model: Path, version: str) -> None:
+    from safetensors.torch import load_file
+
+    from penstock.engines.sglang.client import SGLangClient
+
+    SGLangClient(urls).update_weights(iter(load_file(model / "model.safetensors").items()), version)
+
+
+def hugging_face_logprobs(model_path: Path, samples: list[Sample]) -> list[list[float]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    out = []
+    with torch.no_grad():
+        for sample in samples:
+            ids = torch.tensor(sample.token_ids)
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            out.append([0.0, *logprobs.tolist()])
+    return out
+
+
 @contextmanager
 def engine_for(cluster: Cluster, directory: Path) -> Iterator[EnginePool]:
     """An engine with the tokenizer of the example: the session's would not know its stop texts."""
@@ -54,11 +74,9 @@ def engine_for(cluster: Cluster, directory: Path) -> Iterator[EnginePool]:
 
 
 def one_round(
-    name: str, pool: EnginePool, directory: Path, samples_each: int = 1, **options: Any
+    name: str, pool: EnginePool, directory: Path, samples_each: int = 1, policy_version: int = 0, **options: Any
 ) -> tuple[list[Sample], PromptTokenizer, dict[str, float]]:
     """The first round of an example's recipe on its tiny model, with other options if given."""
-    from test_real_engine import hugging_face_logprobs, publish
-
     example = REPOSITORY / "examples" / name
     values = {
         **read_toml(example / "run.toml")["rollout"],
@@ -69,11 +87,8 @@ def one_round(
     tokenizer = PromptTokenizer(directory / "model", apply_chat_template=config.apply_chat_template)
     publish(pool.urls, directory / "model", f"{name}/0")
     store = Store(str(directory / "store"))
-    commit = rollout_stage(
-        RolloutContext(store, config, PromptSource.open(config), tokenizer, pool.urls),
-        "rollouts/000000",
-        RolloutRound(name, rollout_id=0, policy_version=0),
-    )
+    context = RolloutContext(store, config, PromptSource.open(config), tokenizer, pool.urls)
+    commit = rollout_stage(context, "rollouts/000000", RolloutRound(name, rollout_id=0, policy_version=policy_version))
     samples = read_samples(store, commit)
     assert len(samples) == config.rollout_batch_size * config.n_samples_per_prompt * samples_each
     assert 0 <= commit.summary["rollout/prefix_cache_hit_rate"] < 1
@@ -118,43 +133,21 @@ def functions_of(file: str) -> dict[str, Any]:
     return load_function(f"{file}:generate").__globals__
 
 
-def call_of(pattern: str, result: Callable[[str], str], text: str) -> str | None:
-    """What the tool says to a turn of the model."""
-    match = re.search(pattern, text)
-    return None if match is None else result(match[1])
-
-
-REPLIES: dict[str, Callable[[dict[str, Any]], Callable[[str], str | None]]] = {
-    "multi_turn_tool": lambda functions: partial(
-        call_of, r"<calculator>([^<]*)</calculator>$", lambda call: f"<result>{functions['calculate'](call)}</result>"
-    ),
-    "retool": lambda functions: partial(
-        call_of, r"<code>(.*?)</code>$", lambda code: f"<interpreter>{functions['run_python'](code)}</interpreter>"
-    ),
-    "search": lambda functions: lambda text: asyncio.run(functions["observe"](text)),
-}
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("name", "file", "stops"),
-    [
-        ("multi_turn_tool", "generate.py", ("</calculator>",)),
-        pytest.param("search", "generate.py", ("</search>", "</answer>"), marks=pytest.mark.full),
-        pytest.param("retool", "python_tool.py", ("</code>",), marks=pytest.mark.full),
-    ],
-)
-def test_tools(
-    name: str, file: str, stops: tuple[str, ...], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tool(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # where the recipe's paths begin
-    with engine_for(cluster, tiny(name, tmp_path)) as pool:
-        samples, tokenizer, summary = one_round(name, pool, tmp_path)
-    reply = REPLIES[name](functions_of(f"examples/{name}/{file}"))
+    calculate = functions_of("examples/multi_turn_tool/generate.py")["calculate"]
+
+    def reply(text: str) -> str | None:
+        call = re.search(r"<calculator>([^<]*)</calculator>$", text)
+        return None if call is None else f"<result>{calculate(call[1])}</result>"
+
+    with engine_for(cluster, tiny("multi_turn_tool", tmp_path)) as pool:
+        samples, tokenizer, summary = one_round("multi_turn_tool", pool, tmp_path)
     for sample in samples:
-        assert sample.loss_mask == expected_mask(sample, tokenizer, stops, reply), sample.response
+        assert sample.loss_mask == expected_mask(sample, tokenizer, ("</calculator>",), reply), sample.response
     with_tool = [sample for sample in samples if 0 in sample.loss_mask[sample.loss_mask.index(1) :]]
-    print(f"{name}: {len(with_tool)} of {len(samples)} samples used the tool, {summary}")
+    print(f"{len(with_tool)} of {len(samples)} samples used the tool, {summary}")
     assert len(with_tool) >= len(samples) // 8
     assert max(sample.metadata["num_turns"] for sample in samples) >= 2
     assert summary["rollout/prefix_cache_hit_rate"] > 0.1, "turns of a conversation are computed again"
@@ -187,10 +180,33 @@ def test_agents_of_an_execution_share_trajectory_and_reward(
 @pytest.mark.integration
 def test_custom_reward(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    samples, _, _ = one_round("custom_reward", engine_pool, tiny("custom_reward", tmp_path))
+    directory = tiny("custom_reward", tmp_path)
+    with pytest.raises(RuntimeError, match="generated by weights 'custom_reward/0', expected 'custom_reward/1'"):
+        one_round("custom_reward", engine_pool, directory, policy_version=1)
+    samples, _, _ = one_round("custom_reward", engine_pool, directory)
     assert {"score", "right", "digits", "brief"} == set(samples[0].rewards)
     assert all(sample.reward == sample.rewards["score"] for sample in samples)
     assert len({sample.reward for sample in samples}) > 3
+
+
+def reply_of_agent(text: str) -> str | None:
+    """Return the results of the calls of a reply and the opening of the next one."""
+    call = re.escape('<tool_call>{"name": "calculate", "arguments": {"expression": "')
+    results = [f"<|system|>{eval(expression)}<|end|>" for expression in re.findall(f'{call}([^"]*)"', text)]
+    return "".join([*results, "<|assistant|>"]) if results else None
+
+
+@pytest.mark.integration
+def test_agent_is_trained_on_its_own_tokens(
+    engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent uses the `openai` package and does not know Penstock."""
+    monkeypatch.chdir(REPOSITORY)
+    samples, tokenizer, _ = one_round("openai_agent", engine_pool, tiny("openai_agent", tmp_path))
+    assert sum("<|system|>" in sample.response for sample in samples) > 20
+    for sample in samples:
+        assert sample.prompt == f"<|user|>{sample.metadata['question']}<|end|><|assistant|>"
+        assert sample.loss_mask == expected_mask(sample, tokenizer, (), reply_of_agent), sample.response
 
 
 def test_the_calculator() -> None:

@@ -21,33 +21,16 @@ KINDS = {  # name of the function -> its option and parameters
 
 
 def sample(number: int = 0, group: str = "g") -> Sample:
-    return Sample(
-        sample_id=f"{group}-{number}",
-        group_id=group,
-        trajectory_id=f"{group}-{number}",
-        rollout_id=3,
-        response="yes",
-        token_ids=[5, 6, 7, 8],
-        loss_mask=[0, 0, 1, 1],
-        rollout_logprobs=[0.0, 0.0, -1.0, -0.5],
-        reward=float(number),
-        status=Status.COMPLETED,
-        metadata={"row": number},
-    )
+    name = f"{group}-{number}"
+    fields = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "rollout_logprobs": [0.0, 0.0, -1.0, -0.5]}
+    fields |= {"reward": float(number), "status": Status.COMPLETED, "metadata": {"row": number}}
+    return Sample(name, group, name, 3, response="yes", **fields)
 
 
 def hooks(tmp_path: Path, kind: str, body: str, *, head: str | None = None, timeout: float = 5.0) -> Hooks:
     file, (option, parameters) = tmp_path / "my_hooks.py", KINDS[kind]
     file.write_text(f"import time\n{head or f'def {kind}({parameters}):'}\n    {body}\n")
     return Hooks(RolloutConfig.model_validate({option: str(file), "reward_timeout": timeout, "max_turns": 3}))
-
-
-def test_without_hooks_samples_are_unchanged() -> None:
-    nothing, one = Hooks(RolloutConfig()), sample()
-    nothing.run_sample_hook(one)
-    nothing.run_sample_filter([[one]])
-    nothing.run_round_hook([[one]], None)
-    assert one == sample()
 
 
 @pytest.mark.parametrize("head", ["def sample_hook(args, sample):", "async def sample_hook(args, sample, **kwargs):"])
@@ -68,10 +51,7 @@ def test_what_a_sample_hook_changes_is_kept(head: str, tmp_path: Path) -> None:
         ("raise KeyError('x')", "raises KeyError"),
         ("time.sleep(3600)", "takes more than 0.2 s"),
         ("sample.loss_mask = [1]", "loss_mask has 1 entries"),
-        ("sample.rollout_log_probs = [float('nan'), 0.0]", "log-prob"),
         ("sample.metadata['x'] = object()", "metadata"),
-        ("sample.reward = float('nan')", "reward is nan"),
-        ("sample.status = 'fine'", "status is 'fine'"),
         ("sample.token_ids[0] = 1", "tokens of the prompt"),
         ("return 1", "returned int"),
     ],
@@ -101,11 +81,9 @@ def test_a_removed_sample_is_not_trained_and_keeps_its_reward(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("raise RuntimeError('no')", "raises RuntimeError: no"),
         ("time.sleep(3600)", "takes more than 0.2 s"),
         ("return [True, False]", "returned list"),
         ("groups[0].pop()", "remove_sample"),
-        ("groups.clear()", "remove_sample"),
         ("groups[0][1].loss_mask = [2, 2]", "loss_mask"),
     ],
 )
@@ -126,11 +104,6 @@ def test_all_samples_hook_gets_groups_and_source(tmp_path: Path) -> None:
     hooks(tmp_path, "process_all", body).run_round_hook(groups, seen)
     assert seen == [[[5, 6, 7, 8]] * 2]
     assert groups == [[sample(0)], [sample(1, "h")]]
-
-
-def test_failing_all_samples_hook_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"process_all of .* raises ZeroDivisionError"):
-        hooks(tmp_path, "process_all", "1 / 0").run_round_hook([[sample()]], None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,8 +147,6 @@ def test_the_built_in_filter_is_a_standard_deviation() -> None:
     ("rewards", "reason"),
     [
         ([1.0, 1.0], "zero_std_1.0"),
-        ([0.25] * 3, "zero_std_0.2"),
-        ([1.0], "zero_std_1.0"),
         ([1.0, None], "zero_std_1.0"),
         ([None], "no_reward"),
     ],
@@ -188,9 +159,7 @@ def test_group_with_equal_rewards_is_dropped_with_its_reward(rewards: list[float
     "path",
     [
         "penstock.stages.rollout.plugins.filters:check_reward_nonzero_std",
-        "penstock.stages.rollout.plugins.filters.check_reward_nonzero_std",
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-        "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std",
     ],
 )
 def test_built_in_filter_loads_under_current_and_slime_names(path: str) -> None:
@@ -206,10 +175,7 @@ def test_built_in_filter_loads_under_current_and_slime_names(path: str) -> None:
         ("return numpy.bool_(False)", False, "check"),
         ("return samples[0].status == samples[0].Status.PENDING", True, None),
         ("return torch.tensor([s.reward for s in samples]).std() > 0.0", True, None),  # as slime's documents write it
-        ("return torch.tensor(False)", False, "check"),
         ("return SimpleNamespace(keep=False, reason='too_long')", False, "too_long"),
-        ("return SimpleNamespace(keep=numpy.bool_(True), reason='none')", True, None),
-        ("return SimpleNamespace(keep=False, reason='short', keep_when_insufficient=False)", False, "short"),
         ("return samples[0].tokens == [5, 6] and samples[0].response_length == 1", True, None),  # slime's names
     ],
 )
@@ -235,18 +201,6 @@ def test_an_asynchronous_filter_is_awaited(tmp_path: Path) -> None:
     assert load_filter(path, ARGS)(group(1.0)).keep
 
 
-@pytest.mark.parametrize(
-    ("head", "body", "words"),
-    [
-        ("def check(samples):", "return True", r"signature \(samples\), but is called with \(args, samples\)"),
-        ("def check(args, samples):", "yield True", "my_filter.py is a generator"),
-    ],
-)
-def test_filter_of_another_kind_raises_when_loaded(head: str, body: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"check of .*{words}"):
-        load_filter(plugin(tmp_path, body, head), ARGS)
-
-
 def test_filter_cannot_change_samples(tmp_path: Path) -> None:
     samples = group(1.0, 0.0)
     path = plugin(tmp_path, "samples[0].reward = 9.0; samples[0].token_ids.clear(); samples.pop(); return True")
@@ -257,12 +211,8 @@ def test_filter_cannot_change_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return None", "returned None"),
-        ("return 1.0", "returned 1.0"),
         ("return numpy.array([True, False])", "returned array"),
-        ("return [True]", "returned"),
         ("raise KeyError('x')", "raises KeyError"),
-        ("raise SystemExit(1)", "raises SystemExit"),
         ("time.sleep(3600)", "takes more than 0.2 s"),
     ],
 )

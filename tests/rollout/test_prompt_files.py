@@ -16,7 +16,6 @@ from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts import prompt_files
-from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.prompts.spool import STRIDE, SpooledRows
@@ -100,18 +99,12 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "a-*")
 
 
-def test_rows_do_not_depend_on_processes_or_storage(mixed: str, tmp_path: Path) -> None:
-    plain = rows_of(mixed)
-    assert len(plain) == 1501
-    cache = {"streaming_data": True, "data_cache": str(tmp_path / "cache")}
-    for options in ({"num_data_workers": 3}, {**cache, "num_data_workers": 2}, cache):
-        assert rows_of(mixed, **options) == plain, options
-
-
-def test_states_do_not_depend_on_storage_of_rows(mixed: str, tmp_path: Path) -> None:
+def test_rows_and_states_do_not_depend_on_processes_or_storage(mixed: str, tmp_path: Path) -> None:
     options = {"prompt_data": [mixed], "rollout_shuffle": True}
     memory = PromptSource.open(RolloutConfig(**options))
-    disk = PromptSource.open(RolloutConfig(**options, streaming_data=True, data_cache=str(tmp_path / "cache")))
+    disk = PromptSource.open(
+        RolloutConfig(**options, streaming_data=True, data_cache=str(tmp_path / "cache"), num_data_workers=2)
+    )
     prompts, state = memory.take(memory.restore(None), 2000)
     assert disk.take(disk.restore(None), 2000) == (prompts, state)
     assert disk.restore(state.model_dump(mode="json")) == state, "the hash of the rows on the disk is that of the rows"
@@ -155,17 +148,6 @@ def test_any_fsspec_file_system_works(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             rows_of(entry)
-
-
-@pytest.mark.usefixtures("fresh_workers")
-def test_checks_report_row_numbers_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_files, "_BLOCK_BYTES", 100)
-    rows: list[dict[str, Any]] = [{"input": "text"} for _ in range(30)]
-    rows[17] = {"input": [{"role": "user", "content": "a"}]}
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    for options in ({}, {"streaming_data": True, "data_cache": str(tmp_path / "cache")}, {"num_data_workers": 2}):
-        with pytest.raises(ValueError, match=r"rows.jsonl row 17: .*--apply-chat-template"):
-            check_prompt_data(RolloutConfig(prompt_data=path, **options))
 
 
 # ---- rows on the disk ------------------------------------------------------------------------------------------------

@@ -117,22 +117,16 @@ def test_rows_do_not_depend_on_the_format(written: Callable[[Rows], Path], tmp_p
         assert rows_of(path, label_key="answer", **options) == expected, options
 
 
-def test_column_names_of_every_format_include_those_not_read(written: Callable[[Rows], Path]) -> None:
-    assert prompt_files.read_column_names(f"{written(text_rows(4))}@[1:3]") == ["input", "answer", "metadata"]
-
-
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("streaming", [False, True])
-def test_slices_of_every_format_are_those_of_a_list(
-    written: Callable[[Rows], Path], tmp_path: Path, streaming: bool
-) -> None:
-    rows, options = text_rows(40), {"streaming_data": streaming, "data_cache": str(tmp_path / "cache")}
+def test_slices_of_every_format_are_those_of_a_list(written: Callable[[Rows], Path], tmp_path: Path) -> None:
+    rows = text_rows(40)
     path = written(rows)
-    for part in (":5", "3:4", "17:31", "39:", "-4:", ":-35", "2:-30", "2:-2", "0:100", ":", "-100:1"):
-        start, stop = (int(number) if number else None for number in part.split(":"))
-        assert texts(f"{path}@[{part}]", **options) == [row["input"] for row in rows[start:stop]], part
-    with pytest.raises(ValueError, match=r"@\[5:5\]"):
-        rows_of(f"{path}@[5:5]", **options)
+    for options in ({}, {"streaming_data": True, "data_cache": str(tmp_path / "cache")}):
+        for part in (":5", "17:31", "-4:", "2:-30", "0:100", "-100:1"):
+            start, stop = (int(number) if number else None for number in part.split(":"))
+            assert texts(f"{path}@[{part}]", **options) == [row["input"] for row in rows[start:stop]], part
+        with pytest.raises(ValueError, match=r"@\[5:5\]"):
+            rows_of(f"{path}@[5:5]", **options)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -148,6 +142,7 @@ def test_an_empty_prompt_is_named_in_every_format(written: Callable[[Rows], Path
 
 def test_a_missing_column_is_named_in_every_format(written: Callable[[Rows], Path]) -> None:
     path = written(text_rows(4))
+    assert prompt_files.read_column_names(f"{path}@[1:3]") == ["input", "answer", "metadata"]
     with pytest.raises(DataError, match=r"no column 'question'; it has 'input', 'answer', 'metadata': .*--input-key"):
         rows_of(path, input_key="question")
 
@@ -164,42 +159,49 @@ def test_a_pattern_mixes_formats_and_file_systems(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import json, sys
+import sys
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.source import PromptSource
 def memory(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
-config = RolloutConfig(prompt_data=sys.argv[1], rollout_shuffle=True, streaming_data=True, data_cache=sys.argv[2])
 before = memory()
-source = PromptSource.open(config)
-state = source.restore(None)
-for _ in range(20):
-    prompts, state = source.take(state, 64)
-print(json.dumps([len(source), memory() - before]))
+for path in sys.argv[2:]:
+    config = RolloutConfig(prompt_data=path, rollout_shuffle=True, streaming_data=True, data_cache=sys.argv[1])
+    source = PromptSource.open(config)
+    state = source.restore(None)
+    for _ in range(20):
+        prompts, state = source.take(state, 64)
+    assert len(source) == 30_000
+print(memory() - before)
 """
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["jsonl", "parquet", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("csv", "stream.arrow", "json"))],
+    "kinds", [("jsonl", "parquet"), pytest.param(("csv", "stream.arrow", "json"), marks=pytest.mark.full)]
 )
-def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kind: str) -> None:
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """60 MB of rows: a list of them would take more than that; here are the blocks in flight and a few bytes per
     row."""
     rows = [{"input": f"{i} {'x' * 2000}"} for i in range(30_000)]
-    path = tmp_path / f"rows.{kind}"
-    if kind == "stream.arrow":
-        with pa.ipc.new_stream(path, pa.schema([("input", pa.string())])) as writer:
-            writer.write_table(pa.Table.from_pylist(rows), max_chunksize=1000)
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, use_dictionary=False, compression="none")  # one row group
-    else:
-        {"jsonl": write_jsonl, "csv": write_csv, "json": write_array}[kind](path, rows)
-    words = [sys.executable, "-c", MEASURE, str(path), str(tmp_path / "cache")]
+    for kind in kinds:
+        path = tmp_path / f"rows.{kind}"
+        if kind == "stream.arrow":
+            with pa.ipc.new_stream(path, pa.schema([("input", pa.string())])) as writer:
+                writer.write_table(pa.Table.from_pylist(rows), max_chunksize=1000)
+        elif kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path, use_dictionary=False, compression="none")  # a row group
+        else:
+            {"jsonl": write_jsonl, "csv": write_csv, "json": write_array}[kind](path, rows)
+    words = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / "cache"),
+        *(str(tmp_path / f"rows.{kind}") for kind in kinds),
+    ]
     measured = subprocess.run(
         words, capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[2]
     )
-    num_rows, growth = json.loads(measured.stdout)
-    assert num_rows == len(rows) and growth < 30e6
+    assert int(measured.stdout) < 30e6
 
 
 # ---- data sets of other projects -------------------------------------------------------------------------------------
@@ -215,15 +217,13 @@ VERL = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("rows.csv", "rows.tsv")])
+@pytest.mark.parametrize("name", ["rows.json", "rows.parquet", "saved"])
 @pytest.mark.parametrize(
     ("key", "labels"),
     [
         ("reward_model.ground_truth", ["4", "5", "6"]),
-        ("extra_info.index", ["0", "1", "2"]),
         ("extra_info.answer.final", ["0", "1", "2"]),
         ("extra_info.answer.unit.si", ["m", "m", "m"]),
-        ("data_source", ["gsm8k"] * 3),
         ("reward_model", [f'{{"style": "rule", "ground_truth": "{4 + i}"}}' for i in range(3)]),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_key_with_dots_names_a_nested_column(tmp_path: Path, name: str, key: s
     assert [row[1] for row in rows] == labels and rows[2][2]["answer"] == {"final": "2", "unit.si": "m"}
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "stream.arrow"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_nested_prompts_metadata_and_tools(tmp_path: Path, name: str) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     rows = [{"a": {"b": {"prompt": "p", "meta": {"k": 1}}, "tools": [tool]}, "x": 1}, {"a": None, "x": 2}]
@@ -245,7 +245,7 @@ def test_nested_prompts_metadata_and_tools(tmp_path: Path, name: str) -> None:
         rows_of(tmp_path / name, **keys)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "stream.arrow"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_a_wrong_nested_key_lists_the_keys_that_exist(tmp_path: Path, name: str) -> None:
     FORMATS[name](tmp_path / name, VERL)
     with pytest.raises(DataError, match=r"it has 'reward_model.style', 'reward_model.ground_truth': .*--label-key"):
@@ -284,12 +284,9 @@ def test_directories_that_cannot_be_read_say_what_to_name(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[{"input": "a"}, {"input": ]', r"row 1: malformed"),
         ('[{"input": "a"} {"input": "b"}]', r"row 1: malformed"),
         ('[{"input": "a"},]', r"row 1: malformed"),
-        ('[{"input": "a"}', r"row 1: malformed"),
         ('[{"input": "a"}] more', r"row 1: malformed"),
-        ('[{"input": "a"}, "b"]', r"row 1: found a JSON str"),
         ('[{"input": "a"}, ["b"]]', r"row 1: found a JSON list"),
         ("[" * 100_000, r"row 0: malformed"),
         ("[]", r"is empty"),
@@ -312,19 +309,13 @@ def test_a_damaged_json_array_names_the_row(
     ("name", "content", "problem"),
     [
         ("rows.csv", b"", r"is empty"),
-        ("rows.csv", b"input\n", r"is empty"),
         ("rows.csv", b"input,b\na,1\na,1,2\n", r"row 1 has 3 values for 2 columns"),
         ("rows.csv", b"input\na\n\xff\n", r"invalid start byte"),
-        ("rows.csv", b"input\tb\na\t1\n", r"no column 'input'; it has 'input\\tb'"),
-        ("rows.csv", b"input\n" + b"x" * (17 << 20) + b"\n", r"more than 16777216 characters"),
         ("rows.csv", b'input\n"' + (b"x" * (1 << 20) + b"\n") * 17 + b'"\n', r"beyond line \d+ \(field larger than"),
         ("rows.csv", b'input\na\n"b\n', r"beyond line 3 \(unexpected end of data"),
         ("rows.tsv", b'input\n"a"b\n', r"beyond line 2 "),
         ("rows.arrow", b"not arrow at all", r"is not a Arrow file"),
-        ("rows.arrow", b"ARROW1 not really", r"is not a Arrow file"),
-        ("rows.arrow", b"", r"is not a Arrow file"),
         ("rows.feather", b"FEA1xxxxxxxxxxxxxxFEA1", r"is not a Feather file"),
-        ("rows.parquet", b"PAR1", r"is not a Parquet file"),
         ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"is not a Parquet file"),
         ("rows.csv.gz", b"input\na\n", r"is damaged after 0 decompressed bytes"),
     ],
@@ -371,46 +362,37 @@ def chat(call: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-@pytest.mark.parametrize("row", range(4))
-def test_arguments_that_a_row_does_not_have_stay_absent(tmp_path: Path, name: str, row: int) -> None:
-    rows = [{"input": chat(call)} for call in CALLS]
+def test_arguments_that_a_row_does_not_have_stay_absent(tmp_path: Path, name: str) -> None:
+    rows, tokenizer = [{"input": chat(call)} for call in CALLS], chat_tokenizer(QWEN3)
     FORMATS[name](tmp_path / name, rows)
-    [line] = rows_of(f"{tmp_path / name}@[{row}:{row + 1}]")
-    assert json.loads(line)[0] == rows[row]["input"]
-    tokenizer = chat_tokenizer(QWEN3)
-    assert "null" not in tokenizer.render([json.loads(line)[0]], [None])[0]
+    for number, row in enumerate(rows):
+        [line] = rows_of(f"{tmp_path / name}@[{number}:{number + 1}]")
+        assert json.loads(line)[0] == row["input"]
+        assert "null" not in tokenizer.render([json.loads(line)[0]], [None])[0]
 
 
-@pytest.mark.parametrize("name", STRUCTS)
 @pytest.mark.parametrize("column", ["metadata", "label", "tools"])
-def test_null_fields_of_structs_are_absent_in_every_column(tmp_path: Path, name: str, column: str) -> None:
+def test_null_fields_of_structs_are_absent_in_every_column(tmp_path: Path, column: str) -> None:
     first, second = {"a": 1, "in": {"x": [1, None]}}, {"in": {"y": 2}, "b": 2}
-    wrap = (lambda value: [value]) if column == "tools" else (lambda value: value)
-    rows = [{"input": "p", column: wrap(value)} for value in (first, second)]
-    FORMATS[name](tmp_path / name, rows)
+    rows = [{"input": "p", column: [value] if column == "tools" else value} for value in (first, second)]
     expected = rows_of(write_jsonl(tmp_path / "rows.jsonl", rows), label_key="label" if column == "label" else None)
-    assert rows_of(tmp_path / name, label_key="label" if column == "label" else None) == expected
+    for name in ("rows.parquet", "saved"):
+        FORMATS[name](tmp_path / name, rows)
+        assert rows_of(tmp_path / name, label_key="label" if column == "label" else None) == expected
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.tsv"])
+@pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.parquet"])
 def test_explicit_nulls_of_json_stay(tmp_path: Path, name: str) -> None:
     tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "default": None, "enum": ["a", None]}}}}
-    messages = chat({"name": "f", "arguments": {"x": None}})
-    rows = [{"input": messages, "tools": [tool], "metadata": {"n": None}}]
-    FORMATS[name](tmp_path / name, rows)
-    assert [json.loads(row) for row in rows_of(tmp_path / name)] == [[messages, "", {"n": None}, [tool]]]
-
-
-@pytest.mark.parametrize("name", STRUCTS)
-def test_json_text_in_a_columnar_file_is_exact(tmp_path: Path, name: str) -> None:
-    tool = {"name": "f", "parameters": {"properties": {"x": {"default": None}}}}
     messages = chat({"name": "f", "arguments": {"x": None, "empty": {}}})
-    row = {"input": json.dumps(messages), "tools": json.dumps([tool]), "metadata": json.dumps({"n": None})}
+    row = {"input": messages, "tools": [tool], "metadata": {"n": None}}
+    if name == "rows.parquet":  # as JSON text
+        row = {key: json.dumps(value) for key, value in row.items()}
     FORMATS[name](tmp_path / name, [row, row])
     assert json.loads(rows_of(tmp_path / name)[1]) == [messages, "", {"n": None}, [tool]]
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "stream.arrow"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("content", [{"content": None}, {}])
 def test_a_message_that_only_calls_tools_has_no_content(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
     rows = [{"input": chat(CALLS[0])}]
@@ -424,8 +406,7 @@ def test_a_message_that_only_calls_tools_has_no_content(tmp_path: Path, name: st
 # ---- messages as text ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "indent"), [("rows.jsonl", 2), ("rows.parquet", None), ("rows.csv", 2)])
 def test_messages_may_be_json_text(tmp_path: Path, name: str, indent: int | None) -> None:
     messages = [{"content": 'a "b" [é]', "role": "user"}]
     FORMATS[name](tmp_path / name, [{"input": json.dumps(messages, indent=indent)}] * 2)
@@ -434,10 +415,7 @@ def test_messages_may_be_json_text(tmp_path: Path, name: str, indent: int | None
         check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[1, 2]", "[", '[{"name": "x"}]', '[{"role": "admin"}] Summarize this.', 'Parse [{"role": "user"}]', "[role: x]"],
-)
+@pytest.mark.parametrize("text", ["[1, 2]", '[{"name": "x"}]', '[{"role": "admin"}] Summarize.', "[role: x]"])
 def test_other_text_with_brackets_stays_text(tmp_path: Path, text: str) -> None:
     assert texts(write_jsonl(tmp_path / "rows.jsonl", [{"input": text}])) == [text]
 
@@ -462,39 +440,33 @@ def test_messages_that_are_nearly_json_are_refused(tmp_path: Path, text: str, pr
 NOON = datetime.datetime(2024, 1, 31, 12, 0)
 LABELS = [
     (pa.array([Decimal("2.00")]), "2.00"),
-    (pa.array([Decimal("2")], pa.decimal128(9, 0)), "2"),
     (pa.array([Decimal("-0.000000001")], pa.decimal128(30, 9)), "-0.000000001"),
-    (pa.array([Decimal("12345678901234567890.5")], pa.decimal256(50, 1)), "12345678901234567890.5"),
     (pa.array([0.1], pa.float32()), "0.1"),
     (pa.array([np.float16(0.1)], pa.float16()), "0.1"),
-    (pa.array([0.1]), "0.1"),
     (pa.array([float("nan")]), ""),
-    (pa.array([float("nan")], pa.float32()), ""),
     (pa.array([None], pa.float64()), ""),
-    (pa.array([7], pa.uint8()), "7"),
     (pa.array([2**63], pa.uint64()), str(2**63)),
     (pa.array([True]), "true"),
     (pa.array([NOON.date()]), "2024-01-31"),
-    (pa.array([NOON], pa.timestamp("us")), "2024-01-31T12:00:00"),
     (pa.array([NOON], pa.timestamp("s", tz="UTC")), "2024-01-31T12:00:00+00:00"),
     (pa.array([NOON.time()], pa.time64("us")), "12:00:00"),
     (pa.array(["x"]).dictionary_encode(), "x"),
-    (pa.array(["x"], pa.large_string()), "x"),
     (pa.array([[0.1, None]], pa.list_(pa.float32())), "[0.1, null]"),
     (pa.array([{"a": 0.1, "b": None, "d": Decimal("2.50")}], None), '{"a": 0.1, "d": 2.5}'),
     (pa.array([[("k", 1.5), ("n", None)]], pa.map_(pa.string(), pa.float32())), '{"k": 1.5, "n": null}'),
 ]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize(("values", "label"), LABELS, ids=[f"{values.type}" for values, _ in LABELS])
-def test_a_label_of_any_type_becomes_its_text(tmp_path: Path, kind: str, values: pa.Array, label: str) -> None:
+def test_a_label_of_any_type_becomes_its_text(tmp_path: Path, values: pa.Array, label: str) -> None:
     table = pa.table({"input": ["p"], "label": values})
-    (pq.write_table if kind == "parquet" else lambda t, p: write_stream(p, t))(table, tmp_path / f"rows.{kind}")
-    [row] = rows_of(tmp_path / f"rows.{kind}", label_key="label")
-    assert json.loads(row)[1] == label
+    write_stream(tmp_path / "rows.arrow", table)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for kind in ("arrow", "parquet"):
+        [row] = rows_of(tmp_path / f"rows.{kind}", label_key="label")
+        assert json.loads(row)[1] == label
     if not label:
-        config = RolloutConfig(prompt_data=str(tmp_path / f"rows.{kind}"), label_key="label", rm_type="math")
+        config = RolloutConfig(prompt_data=str(tmp_path / "rows.arrow"), label_key="label", rm_type="math")
         with pytest.raises(RewardError, match=r"row 0: the row has no label"):
             check_prompt_data(config, grading=config)
 
@@ -512,7 +484,6 @@ def test_a_missing_label_in_json_is_empty_and_an_infinite_one_refused(tmp_path: 
     "value",
     [
         pa.array([b"\x00", b"\x01"]),
-        pa.array([b"ab", b"cd"], pa.binary(2)),
         pa.array([datetime.timedelta(1)] * 2),
         pa.StringArray.from_buffers(2, pa.array([b"\xff", b"\xfe"]).buffers()[1], pa.array([b"\xff\xfe"]).buffers()[2]),
     ],
@@ -531,24 +502,18 @@ def test_values_without_text_name_row_and_column(tmp_path: Path, column: str, va
     [
         (pa.array([[("a", "1"), ("b", None)]], pa.map_(pa.string(), pa.string())), {"a": "1", "b": None}),
         (pa.array([[(1, [("x", 2)])]], pa.map_(pa.int32(), pa.map_(pa.string(), pa.int8()))), {"1": {"x": 2}}),
-        (pa.array([[]], pa.map_(pa.string(), pa.string())), {}),
         (pa.array([None], pa.map_(pa.string(), pa.string())), {}),
         (
             pa.array([{"price": Decimal("2.00"), "day": NOON.date(), "f": 1}]),
             {"price": 2.0, "day": "2024-01-31", "f": 1},
         ),
-        (pa.array([{"f": np.float32(0.1)}], pa.struct([("f", pa.float32())])), {"f": 0.1}),
         (
             pa.array([{"map": [("k", 0.5)]}], pa.struct([("map", pa.map_(pa.string(), pa.float16()))])),
             {"map": {"k": 0.5}},
         ),
     ],
 )
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_metadata_of_any_type_becomes_json(
-    tmp_path: Path, kind: str, values: pa.Array, metadata: dict[str, Any]
-) -> None:
-    table = pa.table({"input": ["p"], "metadata": values})
-    (pq.write_table if kind == "parquet" else lambda t, p: write_stream(p, t))(table, tmp_path / f"rows.{kind}")
-    [row] = rows_of(tmp_path / f"rows.{kind}")
+def test_metadata_of_any_type_becomes_json(tmp_path: Path, values: pa.Array, metadata: dict[str, Any]) -> None:
+    pq.write_table(pa.table({"input": ["p"], "metadata": values}), tmp_path / "rows.parquet")
+    [row] = rows_of(tmp_path / "rows.parquet")
     assert json.loads(row)[2] == metadata

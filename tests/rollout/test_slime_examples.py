@@ -316,22 +316,22 @@ def test_agents_run_as_they_are(
         assert prompt == sample.prompt and sample.rollout_logprobs[-2:] == [-0.5, -0.625]
 
 
-REWARDS = {
-    "attribute": ("getattr(sample, 'tool_calls', 0.0)", 3.0),
-    "nested attribute": ("sample.trace[0]['x'] + len(sample.note)", 3.0),
-    "instance": ("3.0 if isinstance(sample, Sample) else 0.0", 3.0),
-    "fields": ("3.0 + sample.index + sample.group_index if sample.session_id is None else 0", 3.0),
-    "tokens": ("len(sample.tokens[-sample.response_length :]) + 1.0", 3.0),
-    "log-probs": ("-4 * sum(sample.rollout_log_probs)", 3.0),
-    "status": ("3.0 if sample.status == Sample.Status.COMPLETED else 0.0", 3.0),
-    "reward value": ("3.0 if sample.get_reward_value(args) is None else 0.0", 3.0),
-    "options": ("3.0 if args.hf_checkpoint and args.tensor_model_parallel_size == 1 else 0.0", 3.0),
-    "effective length": ("sample.effective_response_length + 1.0", 3.0),
+REWARDS = {  # expressions of a reward function, all with the value 3
+    "attribute": "getattr(sample, 'tool_calls', 0.0)",
+    "nested attribute": "sample.trace[0]['x'] + len(sample.note)",
+    "instance": "3.0 if isinstance(sample, Sample) else 0.0",
+    "fields": "3.0 + sample.index + sample.group_index if sample.session_id is None else 0",
+    "tokens": "len(sample.tokens[-sample.response_length :]) + 1.0",
+    "log-probs": "-4 * sum(sample.rollout_log_probs)",
+    "status": "3.0 if sample.status == Sample.Status.COMPLETED else 0.0",
+    "reward value": "3.0 if sample.get_reward_value(args) is None else 0.0",
+    "options": "3.0 if args.hf_checkpoint and args.tensor_model_parallel_size == 1 else 0.0",
+    "effective length": "sample.effective_response_length + 1.0",
 }
 
 
 def test_reward_sees_slimes_sample_and_what_generate_has_set(rollout: Any, tmp_path: Path) -> None:
-    values = ", ".join(f"{name!r}: float({value})" for name, (value, _) in REWARDS.items())
+    values = ", ".join(f"{name!r}: float({value})" for name, value in REWARDS.items())
     code = f"""
         from slime.rollout.sglang_rollout import generate as built_in
         from slime.utils.types import Sample
@@ -347,7 +347,7 @@ def test_reward_sees_slimes_sample_and_what_generate_has_set(rollout: Any, tmp_p
     path = write(tmp_path, code)
     options = {"custom_generate_function_path": path, "custom_rm_path": path, "reward_key": "attribute"}
     [sample] = rollout(("1",), rows=[{"input": "1+", "label": ""}], n_samples_per_prompt=1, **options)
-    assert sample.rewards == {name: expected for name, (_, expected) in REWARDS.items()}
+    assert sample.rewards == dict.fromkeys(REWARDS, 3.0)
 
 
 def test_attribute_that_cannot_be_recorded_raises_when_it_is_read() -> None:
@@ -372,14 +372,7 @@ def counted(sample: UserSample) -> None:
     sample.tokens = sample.tokens + [5, 6]  # noqa: RUF005
     sample.response_length += 2
     sample.rollout_log_probs = [-1.0, -2.0]
-
-
-def in_place(sample: UserSample) -> None:
-    sample.loss_mask, sample.rollout_log_probs = [], []
-    mask = sample.loss_mask
-    sample.append_response_tokens(None, tokens=[5], log_probs=[-1.0])
-    sample.append_response_tokens(None, tokens=[6], log_probs=[-2.0])
-    sample.loss_mask = mask
+    sample.update_from_meta_info(None, {"finish_reason": {"type": "length"}, "weight_version": "r/1"})
 
 
 def other_prompt(sample: UserSample) -> None:
@@ -390,9 +383,7 @@ def other_prompt(sample: UserSample) -> None:
 
 def longer_prompt(sample: UserSample) -> None:
     sample.tokens = [9, 8, 7]
-    sample.tokens = sample.tokens + [5, 6]  # noqa: RUF005
-    sample.response_length += 2
-    sample.rollout_log_probs = [-1.0, -2.0]
+    counted(sample)
 
 
 def masks_from_none(sample: UserSample) -> None:
@@ -400,12 +391,7 @@ def masks_from_none(sample: UserSample) -> None:
     sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -2.0])
 
 
-def by_meta_info(sample: UserSample) -> None:
-    counted(sample)
-    sample.update_from_meta_info(None, {"finish_reason": {"type": "length"}, "weight_version": "r/1"})
-
-
-@pytest.mark.parametrize("change", [counted, in_place, other_prompt, longer_prompt, masks_from_none, by_meta_info])
+@pytest.mark.parametrize("change", [counted, other_prompt, longer_prompt, masks_from_none])
 def test_ways_of_slimes_examples_to_write_a_response(change: Any) -> None:
     sample = blank()
     change(sample)
@@ -426,7 +412,6 @@ def test_tokens_of_an_unknown_response_before_appended_ones_need_log_probs() -> 
 TRAINER = {
     "custom_tis_function_path": [
         "def f(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs): ...",
-        "def f(args, pg_loss, train_log_probs, rollout_log_probs, **kwargs): ...",
         "def f(args, pg_loss, train_log_probs, rollout_log_probs): ...",
     ],
     "custom_pg_loss_reducer_function_path": [
@@ -449,7 +434,6 @@ def test_function_of_slimes_trainer_is_refused_when_it_is_loaded(option: str, co
     [
         "from slime.backends.megatron_utils.cp_utils import all_gather_with_cp",
         "def f():\n    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp",
-        "def f():\n    from slime.utils.mask_utils import MultiTurnLossMaskGenerator",
         "def f():\n    import slime.ray.rollout",
         "async def f():\n    from slime.utils.types import MultimodalTypes",
         "class A:\n    def f(self):\n        from slime.utils import timer",
@@ -465,8 +449,6 @@ def test_module_of_slime_that_is_not_provided_is_refused_when_it_is_loaded(code:
     [
         "try:\n    from slime.utils.timer import Timer\nexcept ImportError:\n    Timer = None",
         "from slime.utils import types\nfrom slime.rollout.sglang_rollout import *\nimport slime.utils.types as t",
-        "from slime.rollout.sglang_rollout import get_model_url",
-        "import slime",
     ],
 )
 def test_module_with_other_imports_loads(code: str, tmp_path: Path) -> None:
@@ -477,11 +459,9 @@ def test_module_with_other_imports_loads(code: str, tmp_path: Path) -> None:
     ("text", "label", "strict", "score", "answer"),
     [
         (r"so \boxed{34}", "34", True, 1.0, "34"),
-        (r"so \boxed{34.0}", "34", True, -1.0, "34.0"),
         (r"\boxed{34}" + " " * 100, "34", True, -1.0, None),
         ("Answer: 34", "34", True, -1.0, None),
         ("Answer: 34", "34", False, 1.0, "34"),
-        ("nothing", "34", False, -1.0, "[INVALID]"),
     ],
 )
 def test_dapo_score_has_slimes_parameters_and_keys(

@@ -65,14 +65,6 @@ def commits_of(bench: SimulatedBench) -> list[Commit]:
     return [commit for r in rounds if (commit := bench.store.committed(KEYS.rollout_prefix(r))) is not None]
 
 
-def trained(bench: SimulatedBench, commit: Commit) -> list[Sample]:
-    return read_samples(bench.store, commit)
-
-
-def buffered(bench: SimulatedBench, commit: Commit) -> list[Sample]:
-    return read_samples(bench.store, commit, BUFFER) if commit.num_samples(BUFFER) else []
-
-
 def ids(samples: list[Sample]) -> list[int]:
     """Return the numbers of the samples' groups, each once, in their order. They count the issued prompts."""
     return [int(group_id) for group_id in dict.fromkeys(sample.group_id for sample in samples)]
@@ -83,7 +75,7 @@ def check_every_prompt_is_used_once(bench: SimulatedBench) -> None:
     no trained token is stale, and that `penstock verify` agrees."""
     used: Counter[int] = Counter()
     for commit in commits_of(bench):
-        samples, waiting = trained(bench, commit), ids(buffered(bench, commit))
+        samples, waiting = bench.trained(commit), ids(bench.buffered(commit))
         assert commit.num_samples(BUFFER) == len(waiting) * 2, "a group is in the buffer twice"
         dropped = [int(group["group_id"]) for group in commit.state.get("dropped", [])]
         assert len(ids(samples)) == BATCH and len({sample.sample_id for sample in samples}) == len(samples)
@@ -107,31 +99,25 @@ def check_staleness(bench: SimulatedBench, commit: Commit, samples: list[Sample]
 # ---- which groups a round takes --------------------------------------------------------------------------------------
 
 
-def test_round_takes_the_groups_that_finished_first(bench: SimulatedBench) -> None:
-    bench.length = lengths_of(p0=9, p1=7, p2=3, p3=8, p4=4, p5=2, p6=6, p7=5, p8=30, p9=31, p10=32, p11=33)
-    first, second = bench.round(0), bench.round(1)
-    assert ids(trained(bench, first)) == [2, 4, 5, 7], "in the order of the data, as in other modes"
-    assert ids(buffered(bench, first)) == [0, 1, 3, 6, 8, 9, 10, 11]
-    assert ids(trained(bench, second)) == [0, 1, 3, 6]
-
-
-def test_groups_that_finished_first_are_taken_first_also_after_a_wait(bench: SimulatedBench) -> None:
+def test_groups_that_finished_first_are_taken_first_also_after_a_wait_and_a_kill(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p0=9, p1=7, p2=3, p3=8, p4=4, p5=2, p6=6, p7=5, p8=11, p9=10, p10=13, p11=12)
-    bench.round(0)
+    first = bench.round(0)
+    assert ids(bench.trained(first)) == [2, 4, 5, 7], "in the order of the data, as in other modes"
+    assert ids(bench.buffered(first)) == [0, 1, 3, 6, 8, 9, 10, 11]
     bench.clock.run_for(20)
     assert bench.stream is not None
     order = [flight.prompts[0].group_id for flight in bench.stream.groups.finished]
     assert [int(group_id) for group_id in order][:8] == [6, 1, 3, 0, 9, 8, 11, 10]
-    assert ids(trained(bench, bench.round(1))) == [0, 1, 3, 6]
+    assert ids(bench.trained(bench.round(1))) == [0, 1, 3, 6]
     bench.kill()  # the order is in the buffer
-    assert ids(trained(bench, bench.round(2, is_trained=False))) == [8, 9, 10, 11]
+    assert ids(bench.trained(bench.round(2, is_trained=False))) == [8, 9, 10, 11]
 
 
 def test_sample_records_the_round_that_started_and_the_round_that_trains_it(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p0=30)
     for r in range(6):
         [slow] = [
-            sample for sample in trained(bench, bench.round(r)) if sample.sample_id.startswith("000000000-00")
+            sample for sample in bench.trained(bench.round(r)) if sample.sample_id.startswith("000000000-00")
         ] or [None]
         if slow is not None:
             break
@@ -145,15 +131,14 @@ def test_sample_records_the_round_that_started_and_the_round_that_trains_it(benc
     ("train_seconds", "max_staleness"),
     [
         *[(1.0, 4), (100.0, 1)],
-        *(pytest.param(*case, marks=pytest.mark.full) for case in [(1.0, 1), (1.0, 2), (8.0, 1), (8.0, 2)]),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in [(8.0, 4), (100.0, 2), (100.0, 4)]),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(1.0, 1), (8.0, 2), (100.0, 4)]),
     ],
 )
 def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_staleness: int, train_seconds: float) -> None:
     """No more than (V + S + 1 - R) * B groups: all could be trained before they get too old."""
     bench.max_staleness, bench.train_seconds = max_staleness, train_seconds
     most = 0
-    for r in range(12):
+    for r in range(8):
         bench.round(r)
         for _ in range(8):
             assert bench.stream is not None
@@ -194,7 +179,7 @@ def test_tokens_that_are_too_old_are_masked_and_counted(bench: SimulatedBench) -
     for r in range(14):
         commit = bench.round(r)
         stale = 0
-        for sample in trained(bench, commit):
+        for sample in bench.trained(commit):
             spans, num_trained = policy_spans(sample), sum(sample.loss_mask)
             assert num_trained == sum(count for version, count in spans if version >= r - bench.max_staleness)
             assert num_trained == sum(count for _, count in spans)
@@ -211,7 +196,7 @@ def test_sample_without_trainable_tokens_beside_a_fresh_one_keeps_the_run_consis
     """One sample of a group ends at once, by a policy that is too old when the other one ends."""
     bench.length = lambda prompt, index: (60 if index else 3) if number_of(prompt) == 0 else 2
     commits = [bench.round(r) for r in range(10)]
-    pairs = [[s for s in trained(bench, commit) if s.group_id == "000000000"] for commit in commits]
+    pairs = [[s for s in bench.trained(commit) if s.group_id == "000000000"] for commit in commits]
     [(short, long)] = [pair for pair in pairs if pair]
     assert not any(short.loss_mask) and any(long.loss_mask), "the group is used, as some of its tokens are fresh"
     assert short.status is Status.COMPLETED and short.reward == 1.0
@@ -223,7 +208,7 @@ def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench:
     used = {}
     for r in range(12):
         commit = bench.round(r)
-        used[r] = [sample for sample in trained(bench, commit) if sample.group_id == "000000000"]
+        used[r] = [sample for sample in bench.trained(commit) if sample.group_id == "000000000"]
         if commit.summary["rollout/wasted_tokens"]:
             wasted_in = r
             assert commit.summary["rollout/wasted_tokens"] == sum(bench.length(bench.issues[0], i) for i in (0, 1))
@@ -233,7 +218,7 @@ def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench:
     assert all(sample.policy_versions[0] >= r - bench.max_staleness for sample in samples), "fresh at last"
 
 
-@pytest.mark.parametrize("seed", [12, *(pytest.param(seed, marks=pytest.mark.full) for seed in (13, 15, 35, 39, 40))])
+@pytest.mark.parametrize("seed", [12, *(pytest.param(seed, marks=pytest.mark.full) for seed in (35, 40))])
 def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: SimulatedBench, seed: int) -> None:
     """More groups than a round can take become too old at the same time, and are generated once more."""
     chance = random.Random(seed)
@@ -244,7 +229,7 @@ def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: Sim
     for r in range(14):
         bench.round(r)
     for commit in commits_of(bench):
-        fresh = [sample for sample in trained(bench, commit) if any(sample.loss_mask)]
+        fresh = [sample for sample in bench.trained(commit) if any(sample.loss_mask)]
         assert len(ids(fresh)) == BATCH, "every group has trainable tokens"
 
 
@@ -265,7 +250,7 @@ def test_slow_prompts_are_trained_as_often_as_fast_ones(
     for r in range(num_rounds):
         commit = bench.round(r)
         assert commit.summary["rollout/num_running_groups"] > 0, "generation does not pause between rounds"
-        num_trained.update(sample.metadata["i"] for sample in trained(bench, commit) if any(sample.loss_mask))
+        num_trained.update(sample.metadata["i"] for sample in bench.trained(commit) if any(sample.loss_mask))
     assert num_trained.total() == num_rounds * size, "every sample has trained tokens"
     by_length = sorted(set(range(num_prompts)) - slow, key=lambda number: lengths[number])
     classes = [*(set(by_length[start : start + 140]) for start in range(0, 980, 140)), slow]
@@ -287,7 +272,7 @@ class Killed(BaseException):
     """The process ended."""
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4))])
 def test_kills_at_any_time_lose_no_group_and_use_none_twice(
     bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -296,7 +281,7 @@ def test_kills_at_any_time_lose_no_group_and_use_none_twice(
     slow = set(chance.sample(range(60), 6))
     bench.length = lambda prompt, index: 40 if number_of(prompt) in slow else 1 + number_of(prompt) * (index + 3) % 9
     r = 0
-    while r < 16:
+    while r < 12:
         kill = chance.choice(["none", "none", "before the commit", "after the commit", "while groups are generated"])
         if kill == "before the commit":
             kill_before_commit(bench, r, monkeypatch)
@@ -327,23 +312,6 @@ def kill_before_commit(bench: SimulatedBench, r: int, monkeypatch: pytest.Monkey
     bench.kill()
 
 
-def test_failed_commit_restarts_the_stream_after_the_last_round(
-    bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.round(0)
-
-    def fail(*args: object, **fields: object) -> Commit:
-        raise OSError("the store cannot be written")
-
-    with monkeypatch.context() as context, pytest.raises(OSError, match="cannot be written"):
-        context.setattr("penstock.stages.rollout.stream.commit_samples", fail)
-        bench.round(1)
-    assert bench.stream is None
-    commit = bench.round(1)
-    assert commit.state["adopted_groups"], "finished groups were in the journal"
-    bench.round(2)
-
-
 def test_finished_groups_that_no_round_took_are_not_generated_again(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p4=3, p5=3, p6=3, p7=3, p8=30, p9=30, p10=30, p11=30)
     bench.round(0)
@@ -351,14 +319,14 @@ def test_finished_groups_that_no_round_took_are_not_generated_again(bench: Simul
     bench.close()
     before = len(bench.issues)
     assert len(set(bench.issues)) == before == 3 * BATCH
-    assert ids(trained(bench, bench.round(1))) == [4, 5, 6, 7]
+    assert ids(bench.trained(bench.round(1))) == [4, 5, 6, 7]
     bench.close()
     assert {number_of(prompt) for prompt in bench.issues[before:]} == {8, 9, 10, 11}
 
 
 def test_unfinished_groups_begin_again_without_their_tokens(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p0=30)
-    pending = [sample for sample in buffered(bench, bench.round(0)) if sample.group_id == "000000000"]
+    pending = [sample for sample in bench.buffered(bench.round(0)) if sample.group_id == "000000000"]
     bench.close()
     assert len(pending) == 2
     for sample in pending:
@@ -387,7 +355,7 @@ def stream_of_second_driver(
     return other, run
 
 
-@pytest.mark.parametrize("rounds_of_first", [{0}, {0, 2, 3}, {1, 4}])
+@pytest.mark.parametrize("rounds_of_first", [{0, 2, 3}, {1, 4}])
 def test_stream_continues_from_rounds_that_another_driver_has_committed(
     bench: SimulatedBench, tokenizer: PromptTokenizer, clock: Clock, tmp_path: Path, rounds_of_first: set[int]
 ) -> None:
@@ -503,7 +471,7 @@ def test_prompt_that_the_engine_refuses_is_used_as_failed(bench: SimulatedBench)
     bench.length = lengths_of(p2=50)
     for r in range(10):
         bench.round(r, refuses=lambda prompt: number_of(prompt) == 2)
-    failed = [s for commit in commits_of(bench) for s in trained(bench, commit) if s.status is Status.FAILED]
+    failed = [s for commit in commits_of(bench) for s in bench.trained(commit) if s.status is Status.FAILED]
     assert {sample.group_id for sample in failed} == {"000000002"} and len(failed) == 2
     assert all("refused by the engine" in sample.metadata["error"] for sample in failed)
 
@@ -518,7 +486,7 @@ def test_round_that_takes_too_long_raises_timeout(bench: SimulatedBench) -> None
 def test_rollout_timeout_does_not_count_the_wait_for_the_trainer(bench: SimulatedBench) -> None:
     bench.config = bench.config.model_copy(update={"rollout_timeout": 50.0})
     bench.max_staleness, bench.train_seconds = 1, 400.0
-    for r in range(5):
+    for r in range(3):
         bench.round(r)
 
 
@@ -531,7 +499,7 @@ def test_restart_remembers_which_groups_were_generated_again(bench: SimulatedBen
         bench.round(r)
         r += 1
     marked = {
-        s.group_id for c in commits_of(bench)[-1:] for s in buffered(bench, c) if s.metadata.get("generated_again")
+        s.group_id for c in commits_of(bench)[-1:] for s in bench.buffered(c) if s.metadata.get("generated_again")
     }
     assert marked == {"000000000"}
     bench.kill()
@@ -577,7 +545,7 @@ def test_dropped_groups_are_replaced_and_recorded(make_bench: Any) -> None:
     dropped = [group for commit in commits for group in commit.state.get("dropped", [])]
     assert len(dropped) > 8 and {group["reason"] for group in dropped} == {"check"}
     assert all(int(group["group_id"]) % 3 == 1 for group in dropped)
-    assert not any(number % 3 == 1 for commit in commits for number in ids(trained(bench, commit)))
+    assert not any(number % 3 == 1 for commit in commits for number in ids(bench.trained(commit)))
     assert sum(commit.summary.get("rollout/dynamic_filter/drop_check", 0) for commit in commits) == len(dropped)
     assert sum(commit.summary["rollout/wasted_tokens"] for commit in commits) > 0
 
@@ -588,9 +556,9 @@ def test_filter_that_drops_everything_fails_the_round(make_bench: Any) -> None:
         bench.round(0)
 
 
-@pytest.mark.parametrize("size", [5, 9])
-def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(make_bench: Any, size: int) -> None:
+def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(make_bench: Any) -> None:
     """The slowest groups of a round are not awaited; later rounds take them, also after a kill."""
+    size = 9
     bench = make_bench(over_sampling_batch_size=size, num_rounds=8)
     for r in range(8):
         bench.round(r)
@@ -609,7 +577,7 @@ def test_buffer_filter_selects_the_groups_that_a_restarted_stream_begins_with(ma
     bench = make_bench("buffer_filter_path", code, rollout_shuffle=False)
     bench.round(0)
     before = len(bench.issues)
-    waiting = ids(buffered(bench, commits_of(bench)[0]))
+    waiting = ids(bench.buffered(commits_of(bench)[0]))
     bench.kill()
     for r in range(1, 5):
         bench.round(r)

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from chat_templates import DEEPSEEK, chat_tokenizer
-from sft_templates import FAMILIES
+from chat_templates import chat_tokenizer
+from sft_templates import DEEPSEEK_V3, FAMILIES
 
 from penstock.stages.rollout.agents.conversation import ChatFormat
 from penstock.stages.rollout.text.templates import RenderLimitError, RenderLimits, TemplateRenderer
@@ -60,16 +60,12 @@ def test_template_gets_special_tokens_and_tools_variant() -> None:
     [
         (LOOP, True),
         ("{{ 'x' * 10**10 }}", True),
-        ("{% set n = namespace(t='xxxxxxxx') %}{% for i in range(64) %}{% set n.t = n.t ~ n.t %}{% endfor %}", True),
         ("{{ 'x' * 2000000 }}", True),
         ("{% for i in range(10**9) %}{% endfor %}", False),  # the sandbox's own limit
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", False),
         ("{{ messages.append(1) }}", False),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", False),
-        ("{{ a.b.c }}", False),
         ("{% if %}", False),
-        ("{{ raise_exception('no') }}", False),
-        ("{{ 1 // 0 }}", False),
     ],
 )
 def test_a_template_that_fails_or_exceeds_its_limits_is_one_error(
@@ -134,7 +130,7 @@ def test_preflight_renders_template(tmp_path: Any) -> None:
         chat_tokenizer(template).inner.save_pretrained(tmp_path)
         with pytest.raises(TemplateError, match=str(tmp_path)):
             check_tokenizer(tmp_path, apply_chat_template=True)
-    chat_tokenizer(DEEPSEEK).inner.save_pretrained(tmp_path)
+    chat_tokenizer(DEEPSEEK_V3).inner.save_pretrained(tmp_path)
     assert check_tokenizer(tmp_path, apply_chat_template=True).render(["a"]) == [
         "<｜begin▁of▁sentence｜><｜User｜>a<｜Assistant｜>"
     ]

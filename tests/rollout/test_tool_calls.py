@@ -5,9 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from chat_templates import DEEPSEEK, LLAMA3
 from scripted_replies import handle_with, pending
-from sft_templates import QWEN3
+from sft_templates import DEEPSEEK_V3, LLAMA31, QWEN3
 
 from penstock.stages.rollout.agents.conversation import Conversation
 from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
@@ -51,35 +50,29 @@ every_format = pytest.mark.parametrize("written", PAYS.values(), ids=PAYS)
 any_format = pytest.mark.parametrize("written", [*PAYS.values(), *UNTAGGED.values()], ids=[*PAYS, *UNTAGGED])
 
 
-@any_format
 @pytest.mark.parametrize(
     "reply",
     [
         "<think>I could {} but should not.</think> no.",
         "<think>I could\n{}",  # the thought has no end
         "I could {} but should not.</think> no.",  # the thought begins in the prompt
-        "<think>first</think> so <think>{}</think> no.",
         "<think>\n<think> twice {}\n</think>\n\nno.",
         "<think>a</think> b {} c</think> no.",
         "[THINK]{}[/THINK]no.",
-        "◁think▷{}◁/think▷no.",
         "<seed:think>{}</seed:think>no.",
         "<thinking>a </think> {}</thinking>no.",
     ],
 )
-def test_call_drafted_in_thought_is_not_parsed(reply: str, written: str) -> None:
-    text = reply.replace("{}", written)
-    assert parse_tool_calls(text, TOOLS) == (text, [])
-
-
-@any_format
-def test_call_in_reply_that_continues_thought_of_prompt_is_not_parsed(written: str) -> None:
-    for text in (f"I could {written} but", written, f"<think>{written}"):
-        assert parse_tool_calls(text, TOOLS, in_thought=True) == (text, [])
+def test_call_drafted_in_thought_is_not_parsed(reply: str) -> None:
+    for written in (*PAYS.values(), *UNTAGGED.values()):
+        text = reply.replace("{}", written)
+        assert parse_tool_calls(text, TOOLS) == (text, [])
 
 
 @any_format
 def test_call_after_thought_is_parsed_and_thought_is_kept(written: str) -> None:
+    for text in (f"I could {written} but", written, f"<think>{written}"):
+        assert parse_tool_calls(text, TOOLS, in_thought=True) == (text, [])
     for thought in (
         f"<think>\nfirst {written}, then?\n</think>",
         f"hm {PAYS['hermes']} {written}</think>",
@@ -102,45 +95,21 @@ def test_text_around_call_is_kept(written: str) -> None:
 
 CODER = PAYS["qwen3-coder"].replace("<parameter", "<parameter=note>\n{}\n</parameter>\n<parameter")
 GLM = PAYS["glm-4.5"].replace("<arg_key>", "<arg_key>note</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>", 1)
-STRINGS = [
-    "two\nlines",
-    "a }</tool_call> b",
-    "<think>",
-    "</think> x",
-    "{'a': [1, {}]}",
-    'she said "hi" \\ {"name": "now"}',
-    "漢字 ünï 🙂",
-    "<tool_call>",
-    "",
-    " 12",
-    "12",
-    "null",
-]
+STRINGS = ["two\nlines", "a }</tool_call> b", "</think> x", "{'a': [1, {}]}", "漢 🙂", "", " 12", "null"]
+STRINGS += ['she said "hi" \\ {"name": "now"}']
+NAMES = ["hermes", "kimi-k2", "deepseek-v3", "llama-3-python-tag", "llama-3", "glm-4", "qwen3-coder", "glm-4.5"]
 
 
-@pytest.mark.parametrize("value", STRINGS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hermes",
-        "kimi-k2",
-        "deepseek-v3",
-        "deepseek-v3.1",
-        "llama-3-python-tag",
-        "llama-3",
-        "glm-4",
-        "qwen3-coder",
-        "glm-4.5",
-    ],
-)
-def test_any_string_is_argument(name: str, value: str) -> None:
-    call = ToolCall("pay", {"note": value, "amount": 1})
-    if name in ("qwen3-coder", "glm-4.5"):
-        written = {"qwen3-coder": CODER, "glm-4.5": GLM}[name].replace("{}", value, 1)
-    else:
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        written = (PAYS | UNTAGGED)[name].replace('{"amount": 1}', arguments.replace("\\n", "\n"))
-    assert parse_tool_calls(written, TOOLS) == ("", [call])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_string_is_argument(name: str) -> None:
+    for value in STRINGS:
+        call = ToolCall("pay", {"note": value, "amount": 1})
+        if name in ("qwen3-coder", "glm-4.5"):
+            written = {"qwen3-coder": CODER, "glm-4.5": GLM}[name].replace("{}", value, 1)
+        else:
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            written = (PAYS | UNTAGGED)[name].replace('{"amount": 1}', arguments.replace("\\n", "\n"))
+        assert parse_tool_calls(written, TOOLS) == ("", [call])
 
 
 @pytest.mark.parametrize("arguments", ["null", '""', "{}", '" "', '"{}"', '"null"'])
@@ -159,10 +128,8 @@ def test_function_without_arguments_is_called(arguments: str) -> None:
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         "<function=now></function>",
         "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|><|tool_call_end|>",
-        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>null<|tool_call_end|>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n\n```<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>",
-        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>null<｜tool▁call▁end｜>",
         '<tool_call>[{"name": "now"}]</tool_call>',
         '<tool_call>{"type": "function", "function": {"name": "now", "arguments": "{}"}}</tool_call>',
     ],
@@ -171,8 +138,9 @@ def test_call_without_arguments_in_every_format(written: str) -> None:
     assert parse_tool_calls(written, TOOLS) == ("", [NOW])
 
 
-@pytest.mark.parametrize("separator", ["; ", ";", "\n", " ;\n", "<|python_tag|>"])
-@pytest.mark.parametrize("start", ["", "<|python_tag|>", "\n\n"])
+@pytest.mark.parametrize(
+    ("start", "separator"), [("", "; "), ("<|python_tag|>", " ;\n"), ("\n\n", "\n"), ("", "<|python_tag|>")]
+)
 def test_llama_calls_are_separated_by_semicolons_or_lines(start: str, separator: str) -> None:
     written = start + separator.join([UNTAGGED["llama-3"], '{"name": "now", "parameters": {}}', UNTAGGED["llama-3"]])
     assert parse_tool_calls(written, TOOLS) == ("", [PAY, NOW, PAY])
@@ -185,27 +153,17 @@ def test_llama_calls_are_separated_by_semicolons_or_lines(start: str, separator:
         UNTAGGED["llama-3"] + '; {"name": "other", "parameters": {}}',
         "call: " + UNTAGGED["llama-3"],
         'pay\n{"amount": 1} please',
-        "pay\n",
-        '<|python_tag|>{"name": "other", "parameters": {}}',
         '{"name": "other", "parameters": {}}',
-        'other\n{"amount": 1}',
         '<tool_call>{"name": "pay", "arguments": {"amount": }}</tool_call>',
-        '<tool_call>{"name": "pay", "argu',
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": "pay", "arguments": [1]}</tool_call>',
-        "1+1=2",
-        '<tool_call>{"name": "pay", "arguments": {"amount": 1}}',
         '<tool_call>{"name": "pay", "arguments": "x"}</tool_call>',
-        '<tool_call>{"name": "pay", "arguments": 1}</tool_call>',
         '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": ["pay"], "arguments": {}}</tool_call>',
         '<tool_call>[{"name": "pay"}, 2]</tool_call>',
-        "<tool_call>[]</tool_call>",
         "<tool_call><function=pay><parameter=amount>1</tool_call>",
         "<tool_call>pay<arg_key>amount</arg_key><arg_value>1</tool_call>",
         "<|tool_call_begin|>functions.pay:0<|tool_call_argument_begin|>{",
         "<tool_call>" + "[" * 100_000,
-        '<tool_call>{"a":' * 20_000,
     ],
 )
 def test_text_that_is_not_call_stays_text(written: str) -> None:
@@ -218,12 +176,9 @@ def test_text_that_is_not_call_stays_text(written: str) -> None:
         ("pay", "amount", "12", 12),
         ("pay", "amount", "much", "much"),
         ("pay", "now", "True", True),
-        ("pay", "now", "false", False),
         ("pay", "split", '{"a": [1, {"b": "</tool_call>"}]}', {"a": [1, {"b": "</tool_call>"}]}),
         ("pay", "note", "True", "True"),
-        ("note", "note", "1", "1"),
         ("note", "tags", '["a"]', ["a"]),
-        ("note", "tags", "None", None),
         ("pay", "unknown", "1", 1),
         ("unknown", "a", "[1]", [1]),
     ],
@@ -263,7 +218,6 @@ def test_calls_are_those_of_sglang(name: str, parser: str) -> None:
 
 
 THINKING = QWEN3 + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{%- endif %}"
-DEEPSEEK_THINKING = DEEPSEEK + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{%- endif %}"
 
 
 def replies(template: str, *turns: str, question: str = "pay?", **options: Any) -> list[dict[str, Any]]:
@@ -277,7 +231,7 @@ def replies(template: str, *turns: str, question: str = "pay?", **options: Any) 
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("template", [THINKING, DEEPSEEK_THINKING, LLAMA3 + "{{ '<think>' }}"])
+@pytest.mark.parametrize("template", [THINKING, LLAMA31 + "{{ '<think>' }}"])
 @pytest.mark.parametrize("drafted", [f"I could {PAYS['hermes']}", f"{PAYS['hermes']} no</think> no."])
 def test_conversation_whose_prompt_opens_thought_executes_no_draft(template: str, drafted: str) -> None:
     done = f"hm</think>{PAYS['hermes']}"
@@ -286,9 +240,9 @@ def test_conversation_whose_prompt_opens_thought_executes_no_draft(template: str
     assert [call["function"]["name"] for call in second["tool_calls"]] == ["pay"]
 
 
-@pytest.mark.parametrize("question", ["what is <think>?", "<think>", "say </think> <think>"])
+@pytest.mark.parametrize("question", ["what is <think>?", "say </think> <think>"])
 def test_question_that_mentions_tag_opens_no_thought(question: str) -> None:
-    for template in (QWEN3, DEEPSEEK, LLAMA3):
+    for template in (QWEN3, DEEPSEEK_V3, LLAMA31):
         [reply] = replies(template, PAYS["hermes"], question=question)
         assert reply["content"] is None and len(reply["tool_calls"]) == 1
 

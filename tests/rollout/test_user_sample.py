@@ -1,7 +1,5 @@
 """Samples of user-defined functions: accepted spellings, and rejected values."""
 
-import copy
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +15,8 @@ NUM_PROMPT = 4
 
 
 def blank() -> Sample:
-    return Sample(
-        sample_id="g-00",
-        group_id="g",
-        trajectory_id="g-00",
-        rollout_id=3,
-        prompt="1+1=",
-        token_ids=[9, 8, 7, 6],
-        loss_mask=[0] * NUM_PROMPT,
-        rollout_logprobs=[0.0] * NUM_PROMPT,
-        metadata={"source": {"row": 5}},
-    )
+    fields = {"token_ids": [9, 8, 7, 6], "loss_mask": [0] * NUM_PROMPT, "rollout_logprobs": [0.0] * NUM_PROMPT}
+    return Sample("g-00", "g", "g-00", 3, prompt="1+1=", **fields, metadata={"source": {"row": 5}})
 
 
 def answered(**changes: Any) -> UserSample:
@@ -43,13 +32,10 @@ def answered(**changes: Any) -> UserSample:
     "changes",
     [
         {"loss_masks": [1, 0, 1]},
-        {"loss_mask": [1, 0, 1]},
         {"loss_mask": [0, 0, 0, 0, 1, 0, 1]},
-        {"loss_mask": np.array([1, 0, 1])},
         {"loss_mask": (True, False, True)},
         {"loss_mask": [1, 0, 1], "rollout_log_probs": np.array([-1.0, -2.0, -3.0], dtype=np.float32)},
         {"loss_mask": [1, 0, 1], "rollout_logprobs": [0.0] * 4 + [-1.0, -2.0, -3.0]},
-        {"loss_mask": [1, 0, 1], "response_length": 3, "status": UserSample.Status.COMPLETED},
         {"loss_mask": [1, 0, 1], "tokens": np.array([9, 8, 7, 6, 11, 12, 13])},
     ],
 )
@@ -101,19 +87,6 @@ def test_append_response_tokens() -> None:
         sample.append_response_tokens(tokens=[16, 17], log_probs=[-1.0])
 
 
-def test_siblings_are_independent_copies() -> None:
-    first = answered()
-    second = copy.deepcopy(first)
-    second.tokens += [14]
-    second.rollout_log_probs += [-4.0]
-    second.metadata["source"]["row"] = 6
-    third = dataclasses.replace(UserSample.of(blank()), token_ids=[9, 8, 7, 6, 1], rollout_logprobs=[0.0] * 4 + [-1.0])
-    third.loss_mask = [0, 0, 0, 0, 1]
-    assert len(checked_sample(second).token_ids) == 8 and len(checked_sample(first).token_ids) == 7
-    assert checked_sample(first).metadata["source"]["row"] == 5
-    assert UserSample.of(blank()).prompt_length == 4 == second.prompt_length
-
-
 def test_changed_prompt_requires_restart() -> None:
     sample = UserSample.of(blank())
     sample.restart("hello", [5, 5])
@@ -137,27 +110,20 @@ def test_response_that_starts_with_tool_tokens() -> None:
 WRONG: list[tuple[Callable[[UserSample], Any], str]] = [
     (lambda s: setattr(s, "loss_mask", [1, 1]), "loss_mask has 2 entries .*3 tokens .*4"),
     (lambda s: setattr(s, "loss_mask", [1, 2, 0]), "loss_mask holds 2"),
-    (lambda s: setattr(s, "loss_mask", [[1], 1, 1]), "loss_mask"),
     (lambda s: setattr(s, "loss_mask", [0, 0, 0, 1, 1, 1, 1]), "loss_mask .*prompt"),
     (lambda s: setattr(s, "loss_mask", "111"), "loss_mask is a str: it must be a list"),
     (
         lambda s: setattr(s, "rollout_log_probs", [-1.0, float("nan"), -1.0]),
         "log-prob of token 1 of the response is nan",
     ),
-    (lambda s: setattr(s, "rollout_log_probs", [-1.0, float("-inf"), -1.0]), "token 1 .*-inf"),
     (lambda s: setattr(s, "rollout_log_probs", [0.4, 0.9, 0.3]), "token 0 .*0.4"),
-    (lambda s: setattr(s, "rollout_log_probs", [-1.0, None, -1.0]), "token 1 .*None"),
-    (lambda s: setattr(s, "rollout_log_probs", [-1.0]), "rollout_log_probs has 1 entries"),
     (lambda s: setattr(s, "rollout_log_probs", None), "log-probs"),
     (lambda s: setattr(s, "tokens", [1, 2, 3]), "4 tokens of the prompt"),
     (lambda s: s.tokens.__setitem__(5, -1), "-1"),
-    (lambda s: s.tokens.__setitem__(5, 2**31), "2147483648"),
     (lambda s: s.tokens.__setitem__(5, 1.5), "float"),
     (lambda s: setattr(s, "response_length", 5), "response_length is 5, but 3 tokens"),
     (lambda s: setattr(s, "status", "done"), "'done'.*pending, completed"),
     (lambda s: setattr(s, "metadata", {"tool": object()}), "metadata .*JSON"),
-    (lambda s: setattr(s, "metadata", [1]), "metadata .*list"),
-    (lambda s: setattr(s, "response", ["hello"]), "response .*list"),
     (lambda s: setattr(s, "response", "\ud800"), "surrogates not allowed"),
 ]
 
@@ -175,7 +141,7 @@ def test_metadata_is_what_will_be_read_back() -> None:
     assert checked_sample(answered(metadata={"a": (1, 2)})).metadata == json.loads('{"a": [1, 2]}')
 
 
-@pytest.mark.parametrize("images", [["a.png"], [b"bytes"], [None], "a" * 64, ["A" * 64]])
+@pytest.mark.parametrize("images", [["a.png"], [None], "a" * 64, ["A" * 64]])
 def test_images_that_are_not_names_in_the_store_are_refused(images: Any) -> None:
     sample = UserSample(tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-0.5])
     sample.images = ["0" * 64]
