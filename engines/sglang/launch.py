@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -276,4 +277,8 @@ if __name__ == "__main__":
     args = prepare_server_args([*argv, "--api-key", key, "--admin-api-key", key])  # with --help the process exits here
     if not key:
         sys.exit(f"{KEY_VARIABLE} is not set: a server needs an API key, because its control routes execute code")
-    run_server(args)
+    try:
+        run_server(args)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # an ordinary exit would wait for SGLang's child processes, which run until this one ends

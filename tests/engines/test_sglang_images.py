@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,14 @@ def test_new_weights_of_the_vision_tower_are_used_for_images_that_were_seen_befo
     client.update_weights(iter(engine.other_weights.items()), "run/1", WeightTransport(in_flight="in_place"))
     [generation] = engine.ask(prompt)
     assert engine.error(engine.models[1], prompt[0], prompt[2], generation) < TOLERANCE
+
+
+def test_server_that_fails_after_its_children_have_started_ends_with_the_reason(tmp_path: Path) -> None:
+    path = make_family(tmp_path / "model", "qwen3-vl")
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json", "tokenizer_config.json"):
+        settings = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps(settings | {"processor_class": "MissingProcessor"}))
+    spec = ServerSpec(model_path=str(path), log_dir=str(tmp_path))
+    args = engine_backend().server_args(EngineOptions(spec, vision="trained"), has_gpus=False)
+    with pytest.raises(RuntimeError, match="has no attribute tokenizer"):
+        engine_backend().server_class(spec.model_copy(update={"args": args})).start()
