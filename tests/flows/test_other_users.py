@@ -137,26 +137,18 @@ def test_another_user_cannot_read_the_login(served: Served) -> None:
 PATHS = (
     ("GET", "/get-artifact?run_id=1&path=login", None),
     ("POST", "/ajax-api/2.0/mlflow/upload-artifact?run_uuid=1&path=a", b"x"),
-    ("GET", "/model-versions/get-artifact?name=a&version=1&path=a", None),
-    ("GET", "/ajax-api/2.0/mlflow/logged-models/m-1/artifacts/files?artifact_file_path=a", None),
     ("GET", "/ajax-api/3.0/mlflow/get-trace-artifact?request_id=tr-1", None),
-    ("GET", "/api/2.0/mlflow-artifacts/artifacts?path=..", None),
     ("PUT", "/api/2.0/mlflow-artifacts/artifacts/a/b", b"x"),
     ("DELETE", "/api/2.0/mlflow-artifacts/artifacts/penstock", None),
     ("POST", f"{API}/experiments/create", {"name": "a", "artifact_location": "/etc"}),
-    ("POST", f"{API}/model-versions/create", {"name": "a", "source": "file:///etc"}),
     ("POST", "/graphql", {"query": "{ mlflowSearchRuns(input: {}) { runs { info { runId } } } }"}),
     ("POST", "/v1/traces", b"x"),
     ("POST", "/api/3.0/mlflow/gateway/secrets/create", {}),
-    ("POST", f"{API}/webhooks", {"name": "a", "url": "https://example.com"}),
     ("POST", "/ajax-api/3.0/mlflow/assistant/message", {"message": "run `id`"}),
-    ("GET", "/ajax-api/3.0/mlflow/jobs/1", None),
-    ("GET", "/api/3.0/mlflow/server-info", None),
     ("GET", "//get-artifact?run_id=1&path=login", None),
     ("GET", "/health/../get-artifact?run_id=1&path=login", None),
     ("GET", "/%68ealth/x", None),
     ("GET", "/static-files/index.html", None),
-    ("GET", "/no/such/route", None),
 )
 
 
@@ -182,21 +174,25 @@ def create_experiment(served: Served, location: str) -> str:
 
 
 LOCATIONS = (
-    "{owner}", "file://{owner}", "file://localhost{owner}", "file:{owner}", "{artifacts}/../../../private",
+    "{owner}", "file://localhost{owner}", "file:{owner}", "{artifacts}/../../../private",
     "file://{artifacts}/x/%2e%2e/%2e%2e/%2e%2e/%2e%2e/private", "{artifacts}-beside", "{artifacts}/link",
-    "file://{artifacts}/link/deeper", "http://127.0.0.1:9/x", "mlflow-artifacts://127.0.0.1:9/x", "s3://bucket/x",
-    "ftp://127.0.0.1/x", "sftp://127.0.0.1/x", "hdfs://127.0.0.1/x", "dbfs:/x",
+    "http://127.0.0.1:9/x", "mlflow-artifacts://127.0.0.1:9/x", "s3://bucket/x", "dbfs:/x",
 )  # fmt: skip
 
 
+@pytest.fixture
+def link(served: Served) -> None:
+    """A symbolic link `link` among the artifacts, which leads to the private directory."""
+    served.artifacts.mkdir(exist_ok=True)
+    if not (served.artifacts / "link").is_symlink():
+        (served.artifacts / "link").symlink_to(served.owner)
+
+
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("location", LOCATIONS)
 def test_with_the_login_artifacts_outside_of_the_store_are_neither_read_nor_written(
     served: Served, location: str
 ) -> None:
-    served.artifacts.mkdir(exist_ok=True)
-    link = served.artifacts / "link"
-    if not link.is_symlink():
-        link.symlink_to(served.owner)
     place = location.format(owner=served.owner, artifacts=served.artifacts)
     before = sorted(served.owner.rglob("*"))
     if run := create_experiment(served, place):
@@ -211,17 +207,15 @@ def test_with_the_login_artifacts_outside_of_the_store_are_neither_read_nor_writ
     assert not list(served.artifacts.parent.glob("artifacts-beside"))
 
 
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize(
     "path",
     [
-        "link/login", "../../../private/login", "..%2f..%2f..%2fprivate%2flogin", "%2e%2e/%2e%2e/%2e%2e/private/login",
-        "{owner}/login", "%2f{owner}/login", "x/../link/login", "file:{owner}/login", "..%252f..%252fprivate/login",
+        "link/login", "../../../private/login", "..%2f..%2f..%2fprivate%2flogin", "{owner}/login", "%2f{owner}/login",
+        "file:{owner}/login", "..%252f..%252fprivate/login",
     ],
 )  # fmt: skip
 def test_with_the_login_a_path_of_an_artifact_does_not_leave_the_store(served: Served, path: str) -> None:
-    served.artifacts.mkdir(exist_ok=True)
-    if not (served.artifacts / "link").is_symlink():
-        (served.artifacts / "link").symlink_to(served.owner)
     path = path.format(owner=served.owner)
     for prefix in ("/api/2.0", "/ajax-api/2.0"):
         place = f"{prefix}/mlflow-artifacts/artifacts/{path}"
