@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sqlite3
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from penstock_command import penstock
 
+from penstock.engines.network import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_samples, read_trained_tokens
@@ -113,11 +113,6 @@ def log_eval_rollout_data(rollout_id, args, data, extra_metrics):
 }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class Scraper(threading.Thread):
     """Keeps the last answer of a Prometheus endpoint."""
 
@@ -173,7 +168,7 @@ def test_package_for_slime_runs_unchanged_and_trackers_agree(
     for name, text in FILES.items():
         (package / name).write_text(text)
     data = make_tiny_data(tmp_path / "data")
-    scraper = Scraper(free_port())
+    scraper = Scraper(reserve_free_port())
     words = f"""
         --run r --store {tmp_path / "store"} --hf-checkpoint {tiny_model} --prompt-data {data["train"]} --num-rollout 2
         --prompt-key prompt --label-key label --apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 2
