@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -25,18 +26,26 @@ from penstock.storage.web.login import LoginGate, create_login, live_link, page_
 from tests.storage.made_run import config_of, make_run, write_data
 
 
-@pytest.fixture
-def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two stores below the working directory, with the runs `r` (6 rounds, two starts) and `s` (2 rounds)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("COLUMNS", "160")
-    data = write_data(tmp_path / "data.jsonl")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two stores, with the runs `r` (6 rounds, two starts) and `s` (2 rounds). Read only."""
+    folder = tmp_path_factory.mktemp("made")
+    data = write_data(folder / "data.jsonl")
     for path, run, rounds in (("demo/store", "r", 6), ("other", "s", 2)):
-        store = Store(str(tmp_path / path))
+        store = Store(str(folder / path))
         keys = make_run(store, config_of(store, data, run), rounds=rounds, save=(2,), score=(2,))
         record_start(store, keys, Start(host="first", flow_run="http://127.0.0.1:4200/runs/1"))
         record_end(store, keys, record_start(store, keys, Start(host="second")), "FINISHED", None)
+    return folder
+
+
+@pytest.fixture
+def stores(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Copies of the stores in `made` below the working directory."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "160")
     return ["demo/store", "other"]
 
 
