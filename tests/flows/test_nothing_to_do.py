@@ -136,16 +136,23 @@ def test_deleted_copy_of_a_checkpoint_is_written_again(root: str, tmp_path: Path
 # ---- conversions and exports -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def converted(root: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with a converted model, which is also checkpoint 3 of a run."""
-    monkeypatch.setattr(convert, "preflight", lambda *args: None)
-    store = Store(root)
-    create_run_record(store, resolve("train", parse_config([*words(root), "--hf-checkpoint", str(tiny_model)]), store))
+@pytest.fixture(scope="module")
+def conversion(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with a converted model, which is also checkpoint 3 of a run. Read only."""
+    store = Store(str(tmp_path_factory.mktemp("converted") / "store"))
+    config = parse_config([*words(store.root), "--hf-checkpoint", str(tiny_model)])
+    create_run_record(store, resolve("train", config, store))
     model = Commit.model_validate_json(store.read(convert_hf(store, tiny_model).key) or b"")
     checkpoint = model.model_copy(update={"kind": "checkpoint", "run": "r", "index": 3, "policy_version": 3})
     store.create(commit_key(KEYS.checkpoint_prefix(3)), encode_commit(checkpoint))
     return store
+
+
+@pytest.fixture
+def converted(conversion: Store, root: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A copy of `conversion`."""
+    monkeypatch.setattr(convert, "preflight", lambda *args: None)
+    return Store(str(shutil.copytree(conversion.root, root)))
 
 
 @pytest.mark.parametrize("form", [["--format", "hf"], ["--format", "megatron"]], ids=" ".join)

@@ -54,11 +54,11 @@ def save(store: Store, version: int, export: bool = True) -> None:
         commit_files(store, KEYS.export_prefix(version), {"model": b"m"}, kind="export", **fields)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Versions 1 to 4 with checkpoint and evaluation: 2 is clearly better than 1, 3 about equal to 2, 4 better on
-    `sums` and worse on `code`."""
-    store = Store(str(tmp_path / "store"))
+    `sums` and worse on `code`. Read only."""
+    store = Store(str(tmp_path_factory.mktemp("evaluated") / "store"))
     store.create(KEYS.record, run_json())
     half = [float(prompt % 2) for prompt in range(NUM_PROMPTS)]
     better = [1.0 if prompt % 8 else 0.0 for prompt in range(NUM_PROMPTS)]
@@ -68,6 +68,12 @@ def store(tmp_path: Path) -> Store:
         evaluate(store, version, rewards)
         evaluate(store, version, [0.2 if version == 4 else 0.8] * NUM_PROMPTS, "code")
     return store
+
+
+@pytest.fixture
+def store(evaluated: Store, tmp_path: Path) -> Store:
+    """A copy of `evaluated`."""
+    return Store(str(shutil.copytree(evaluated.root, tmp_path / "store")))
 
 
 def promote(store: Store, version: int, **gate) -> Decision:
