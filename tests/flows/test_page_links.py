@@ -124,19 +124,14 @@ def test_other_secrets_do_not_log_in(secret: str, terminal: None) -> None:
     assert mine.get("/x").status_code == 401 and read_login(URL) == login
 
 
-def test_the_login_or_its_password_can_be_typed() -> None:
+def test_the_login_or_its_password_can_be_typed_and_gives_a_cookie_out_of_reach_of_scripts_and_other_sites() -> None:
     login = create_login(PORT)
     for secret in (login, login.partition(":")[2], f" {login}\n"):
         mine = client(login)
-        assert mine.post("/open", content=secret).status_code == 200
-        assert mine.get("/x").text == "the app"
-
-
-def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites() -> None:
-    login = create_login(PORT)
-    answer = client(login).post("/open", content=login)
-    cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie and str(PORT) in cookie and not answer.text
+        answer = mine.post("/open", content=secret)
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie and str(PORT) in cookie and not answer.text
+        assert answer.status_code == 200 and mine.get("/x").text == "the app"
 
 
 def test_a_page_without_a_login_leads_to_the_login_and_an_api_call_does_not() -> None:

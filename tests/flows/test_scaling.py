@@ -28,7 +28,7 @@ import scaling
 import scaling_runs
 from gpu_models import IMAGE_TOKENS, RECIPE, VISION, vision_config
 from scaling import Report, efficiencies, run_side_by_side
-from scaling_parts import DENSE, MEMORY, Part, all_parts
+from scaling_parts import MEMORY, Part, all_parts
 from scaling_runs import CHECKS, DoesNotFit, Interrupted, PartRun, RunFailed
 
 NAMES = {"1.7b": "qwen3-1.7B", "4b": "qwen3-4B", "8b": "qwen3-8B", "30b-a3b": "qwen3-30B-A3B"}
@@ -56,14 +56,6 @@ def test_every_part_fits_gpus_of_80_gb(gpus: int, tmp_path: Path) -> None:
     parts = list(all_parts(gpus))
     assert len({part.name for part in parts}) == len(parts) and {part.gpus for part in parts} <= {1, 2, 4, 8}
     assert [part.name for part in parts if not fits(part, tmp_path)] == []
-
-
-def test_dense_models_do_not_fit_fewer_gpus(tmp_path: Path) -> None:
-    for model, smallest in DENSE.items():
-        part = next(part for part in all_parts(8) if part.model == model and part.gpus == smallest)
-        if smallest > 1:
-            fewer = part.options.replace(f"per-node {smallest}", f"per-node {smallest // 2}")
-            assert not fits(Part("dense", model, smallest // 2, part.length, fewer), tmp_path)
 
 
 def test_parts_run_side_by_side_on_gpus_of_their_own() -> None:

@@ -268,17 +268,14 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_progress_is_what_pip_does_and_not_its_last_line() -> None:
     lines = [
         "Looking in indexes: https://pypi.org/simple",
-        "Collecting filelock (from torch==2.13.0)",
         "Downloading filelock-4.3.1-py3-none-any.whl (244 kB)",
         "WARNING: Location 'file:///mirror/' is ignored: it is neither a file nor a directory.",
         "WARNING: Attempting to resume incomplete download (0 bytes/244 kB, attempt 1)",
         "Installing collected packages: mpmath, filelock, torch",
         "Attempting uninstall: filelock",
-        "Successfully uninstalled filelock-4.3.0",
     ]
-    assert [describe_progress(lines[:number]) for number in (1, 2, 4, 5, 8)] == [
+    assert [describe_progress(lines[:number]) for number in (1, 3, 4, 6)] == [
         "pip is starting",
-        "collecting filelock (from torch==2.13.0)",
         "downloading filelock-4.3.1-py3-none-any.whl (244 kB)",
         "Attempting to resume incomplete download (0 bytes/244 kB, attempt 1)",
         "installing 3 packages, which takes minutes",
