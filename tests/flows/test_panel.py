@@ -74,9 +74,9 @@ def attach(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
 
 
-def config(log_format: str = "text") -> SimpleNamespace:
+def config() -> SimpleNamespace:
     return SimpleNamespace(
-        run=SimpleNamespace(num_rollout=20, debug_rollout_only=False, log_format=log_format),
+        run=SimpleNamespace(num_rollout=20, debug_rollout_only=False, log_format="text"),
         convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
         rollout=SimpleNamespace(prompt_data=["/data/train.jsonl"]),
         eval=SimpleNamespace(data_sets=[]),
@@ -108,9 +108,11 @@ def test_panel_shows_progress_curve_samples_and_links_and_is_erased_at_the_end(
         assert part in shown
     assert "\x1b]8;" in terminal.getvalue() and "http://127.0.0.1:5000/#/runs/1" in terminal.getvalue()
     assert shown.index("round  3 (4/20)") < shown.index("a line of a library") < shown.index("4/20 rounds")
+    sys.stderr.write("RuntimeError: without a newline")
     display.close()
     lines = [line for line in terminal.screen(100) if line]
-    assert lines[-2:] == ["round  3 (4/20)   reward 0.300  time 1.0s", "a line of a library"]
+    assert lines[-3:-1] == ["round  3 (4/20)   reward 0.300  time 1.0s", "a line of a library"]
+    assert lines[-1] == "RuntimeError: without a newline"
     assert sys.stdout is terminal and sys.stderr is terminal
     assert "\x1b[?25l" not in terminal.getvalue()  # the cursor is never hidden
 

@@ -60,38 +60,33 @@ def test_retries_in_a_row_are_limited(store: Store) -> None:
     assert "after 3 retries (--retries 3)" in refusal(store, 4, 3)
 
 
-def test_two_kills_are_retried_with_a_commit_between(store: Store) -> None:
-    start(store, 100.0)
-    assert refusal(store, 1, 9) == "", "one kill"
-    commit(store, 0, 150.0)
-    start(store, 200.0)
-    assert "(killed) without a new commit" in refusal(store, 2, 9)
-    commit(store, 1, 250.0)
-    assert refusal(store, 2, 9) == ""
+KILLED, FINISHED, STOPPED = ("", ""), ("FINISHED", ""), ("STOPPED", "")
+STORE_FAILED = ("FAILED", "StoreError: s3 does not answer")
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "is_refused"),
+    ("starts", "commits", "more", "reason"),
     [
-        ("EngineError: process 4711 at port 30001 died", "EngineError: process 815 at port 30007 died", True),
-        ("StoreError: s3 does not answer", "EngineError: process 815 died", False),
+        ([KILLED], [], {}, ""),
+        ([KILLED, KILLED], [150.0], {}, "(killed) without a new commit"),
+        ([KILLED, KILLED], [150.0, 250.0], {}, ""),
+        ([("FAILED", "process 4711 died"), ("FAILED", "process 815 died")], [], {}, "process 815 died"),
+        ([STORE_FAILED, ("FAILED", "EngineError: process 815 died")], [], {}, ""),
+        ([KILLED, STORE_FAILED], [], {}, ""),
+        ([FINISHED, FINISHED], [], {"began": 500.0}, ""),  # the crashed start, at 500, has not recorded itself
+        ([KILLED, STOPPED], [], {}, ""),
+        ([KILLED, STOPPED], [], {"has_waited": True}, "stopped on request"),  # resumed and stopped by the user
     ],
 )
-def test_same_failure_twice_without_a_commit_ends_the_retries(
-    store: Store, first: str, second: str, is_refused: bool
+def test_retry_depends_on_the_last_two_starts_and_the_commits_between(
+    store: Store, starts: list[tuple[str, str]], commits: list[float], more: dict[str, Any], reason: str
 ) -> None:
-    start(store, 100.0, "FAILED", first)
-    start(store, 200.0, "FAILED", second)
-    assert (second in refusal(store, 2, 9)) == is_refused
-
-
-def test_a_failure_after_a_kill_or_a_normal_end_is_retried(store: Store) -> None:
-    start(store, 100.0)
-    start(store, 200.0, "FAILED", "StoreError: full")
-    assert refusal(store, 1, 9) == ""
-    start(store, 300.0, "FINISHED")
-    start(store, 400.0, "FINISHED")
-    assert refusal(store, 1, 9, began=500.0) == "", "the crashed start, at 500, has not recorded itself"
+    for number, (outcome, error) in enumerate(starts, 1):
+        start(store, 100.0 * number, outcome, error)
+    for r, at in enumerate(commits):
+        commit(store, r, at)
+    found = refusal(store, 2, 9, **more)
+    assert reason in found and bool(found) == bool(reason)
 
 
 def test_retry_of_a_start_that_was_completed_meanwhile_does_not_begin_another_one(store: Store) -> None:
@@ -99,13 +94,6 @@ def test_retry_of_a_start_that_was_completed_meanwhile_does_not_begin_another_on
     start(store, 200.0, "FINISHED")
     with pytest.raises(AlreadyDone):
         check_retry(store, KEYS, 4, 3, began=100.0, has_waited=False)
-
-
-def test_run_that_was_resumed_and_stopped_by_its_user_is_not_retried(store: Store) -> None:
-    start(store, 100.0)
-    start(store, 200.0, "STOPPED")
-    assert refusal(store, 1, 9) == ""
-    assert "stopped on request" in refusal(store, 1, 9, has_waited=True)
 
 
 def test_final_state_of_a_deployed_flow_has_prefects_name(monkeypatch: pytest.MonkeyPatch) -> None:
