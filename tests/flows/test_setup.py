@@ -214,26 +214,19 @@ class FlakyIndex(http.server.BaseHTTPRequestHandler):
 
     wheel: Path
     breaks: int  # downloads that still break off
-    requests: list[str]
 
     def do_GET(self) -> None:
-        content = self.wheel.read_bytes()
-        type(self).requests.append(self.path)
-        if not self.path.endswith(".whl"):
-            content = f'<a href="/{self.wheel.name}">{self.wheel.name}</a>'.encode()
-        start = int(re.findall(r"\d+", self.headers.get("Range", "bytes=0-"))[0])
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Type", "text/html" if not self.path.endswith(".whl") else "application/zip")
-        self.send_header("Content-Length", str(len(content) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("ETag", '"made"')
-        self.send_header("Accept-Ranges", "bytes")
+        is_wheel = self.path.endswith(".whl")
+        link = f'<a href="/{self.wheel.name}">{self.wheel.name}</a>'
+        content = self.wheel.read_bytes() if is_wheel else link.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/zip" if is_wheel else "text/html")
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.path.endswith(".whl") and type(self).breaks > 0:
+        if is_wheel and type(self).breaks > 0:
             type(self).breaks -= 1
-            content = content[: start + (len(content) - start) // 2]
-        self.wfile.write(content[start:])
+            content = content[: len(content) // 2]
+        self.wfile.write(content)
         self.close_connection = True
 
     def log_message(self, *arguments: object) -> None:
@@ -253,7 +246,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         archive.writestr("made_package.py", "#" * 200_000)
         for name, content in files.items():
             archive.writestr(f"made_package-1.0.dist-info/{name}", content)
-    FlakyIndex.wheel, FlakyIndex.breaks, FlakyIndex.requests = wheel, 1, []
+    FlakyIndex.wheel, FlakyIndex.breaks = wheel, 1
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
