@@ -1,4 +1,5 @@
-"""Invalid requests end in one line and exit code 2 before Prefect, Ray or an engine starts."""
+"""Invalid requests end in one line and exit code 2 before Prefect, Ray or an engine starts. test_bad_inputs.py tries
+single options and files; these are combinations, and what depends on the machine."""
 
 import json
 import shutil
@@ -51,18 +52,6 @@ def refusal(options: dict[str, str], capsys: pytest.CaptureFixture[str], command
     return out.err
 
 
-def test_missing_or_malformed_data_is_refused(good, tmp_path: Path, capsys) -> None:
-    assert "nowhere.jsonl" in refusal(good | {"--prompt-data": str(tmp_path / "nowhere.jsonl")}, capsys)
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"prompt": "1", "label": "1"}\n{"prompt": "2", \n')
-    assert f"{broken}:2" in refusal(good | {"--prompt-data": str(broken)}, capsys)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    assert "empty.jsonl" in refusal(good | {"--prompt-data": str(empty)}, capsys)
-    said = refusal(good | {"--input-key": "question"}, capsys)
-    assert "'question'" in said and "prompt" in said and "label" in said, "the columns that are there are named"
-
-
 @pytest.mark.parametrize("command", ["train", "eval", "train with an evaluation"])
 def test_missing_label_in_any_row_is_refused_with_file_and_row(good, tmp_path: Path, capsys, command: str) -> None:
     late = tmp_path / "late.jsonl"
@@ -76,19 +65,6 @@ def test_missing_label_in_any_row_is_refused_with_file_and_row(good, tmp_path: P
             options.pop(name)
     said = refusal(options, capsys, command.split()[0])
     assert f"{late} row 1100: the row has no label" in said and "'label'" in said
-
-
-def test_invalid_model_directory_is_refused(good, tmp_path: Path, tiny_model: Path, capsys) -> None:
-    assert "config.json does not exist" in refusal(good | {"--hf-checkpoint": str(tmp_path)}, capsys)
-    other = tmp_path / "other"
-    shutil.copytree(tiny_model, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"architectures": ["GPTNeoXForCausalLM"]}))
-    assert "'GPTNeoXForCausalLM'" in refusal(good | {"--hf-checkpoint": str(other)}, capsys)
-    (other / "config.json").write_text(json.dumps(config))
-    for file in other.glob("tokenizer*"):
-        file.unlink()
-    assert "tokenizer" in refusal(good | {"--hf-checkpoint": str(other)}, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -201,22 +177,18 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
     assert publisher().reason_against_initial_comparison() is None
 
 
-def test_unusable_store_or_port_is_refused(good, tmp_path: Path, capsys) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    assert str(file) in refusal(good | {"--store": str(file / "store")}, capsys)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_taken_port_is_refused(good, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert str(port) in (message := refusal(good | {"--engine-port": port}, capsys)) and "--engine-port" in message
+        message = refusal(good | {"--engine-port": port}, capsys)
+    assert port in message and "--engine-port" in message
 
 
 def test_contradicting_numbers_and_flags_are_refused(good, capsys) -> None:
     sizes = {"--rollout-batch-size": "6", "--n-samples-per-prompt": "4", "--global-batch-size": "16"}
     assert "= 24 samples" in refusal(good | sizes, capsys)
     assert "sft_loss" in refusal(good | {"--loss-type": "sft_loss"}, capsys)
-    assert "exact_nmber" in refusal(good | {"--rm-type": "exact_nmber"}, capsys)
+
     assert "--run is missing" in refusal({name: value for name, value in good.items() if name != "--run"}, capsys)
     assert "did you mean train?" in refusal({}, capsys, command="trian")
     for theirs, ours in (
@@ -248,30 +220,6 @@ def test_invalid_auxiliary_models_and_training_functions_are_refused(good, tmp_p
     assert "mine.py does not exist" in said
     assert "has no experts" in refusal(good | {"--use-routing-replay": ""}, capsys)
     assert "--normalize-advantages" in refusal(good | {"--advantage-estimator": "reinforce_plus_plus"}, capsys)
-
-
-def test_invalid_rollout_functions_are_refused(good, tmp_path: Path, capsys) -> None:
-    (tmp_path / "mine.py").write_text("def one(only): ...\ndef many(a, b, c, d, e, f): ...\nclass Empty: ...\n")
-    mine = f"{tmp_path}/mine.py"
-    for flag, name, said in (
-        ("--custom-generate-function-path", "one", "one of "),
-        ("--rollout-generate-func-path", "gone", "has no function 'gone'"),
-        ("--dynamic-sampling-filter-path", "one", "but is called with (args, samples)"),
-        ("--data-source-path", "Empty", "has no get_samples"),
-        ("--buffer-filter-path", "many", "has the wrong parameters"),
-    ):
-        assert said in refusal(good | {flag: f"{mine}:{name}"}, capsys), flag
-
-
-def test_invalid_sampling_and_router_options_are_refused(good, capsys) -> None:
-    for flag, value, said in (
-        ("--over-sampling-batch-size", "4", "--over-sampling-batch-size 4 is less than"),
-        ("--mask-offpolicy-in-partial-rollout", "", "has no effect without --partial-rollout"),
-        ("--rollout-sampling", "top_pp=0.9", "top_p"),
-        ("--router-polcy", "random", "--router-policy"),
-        ("--rollout-external-engine-addrs", "nowhere", "host:port"),
-    ):
-        assert said in refusal(good | {flag: value}, capsys), flag
 
 
 def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, capsys) -> None:
