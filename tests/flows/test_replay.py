@@ -15,7 +15,7 @@ from penstock.engines.cluster import Cluster
 from penstock.flows.cli import main
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
-from penstock.flows.replay import check_replay, parse_own_flags
+from penstock.flows.replay import check_replay
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record
 from penstock.storage.commit import Commit, RunKeys
@@ -25,20 +25,6 @@ from penstock.storage.store import Store
 
 KEYS = RunKeys("trained")
 NUM_ROUNDS = 3
-
-
-def test_own_options_become_arguments_of_the_flow() -> None:
-    assert parse_own_flags({"--from": "2", "--to": "5", "--json": "out.json"}) == {
-        "first": 2,
-        "last": 5,
-        "json_file": "out.json",
-    }
-
-
-@pytest.mark.parametrize("own", [{"--from": "²"}, {"--to": "last"}, {"--from": "-1"}, {"--json": "no/such/directory"}])
-def test_bad_value_of_own_option_is_refused(own: dict[str, str]) -> None:
-    with pytest.raises(OptionError, match=next(iter(own))):
-        parse_own_flags(own)
 
 
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

@@ -1,6 +1,5 @@
-"""The record of a run: identity, schedule changes, placement, damage, paths."""
+"""The record of a run: identity, schedule changes, placement, paths. test_damaged_records.py damages it."""
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -9,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.flows.cli import main
 from penstock.flows.commands.start import read_flow_and_resumed_config
 from penstock.flows.config import Flow, PostTrainConfig, config_hash, derive, training_options
-from penstock.flows.inspect.run_views import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
@@ -142,37 +139,6 @@ def test_lost_record_is_written_again_only_by_the_options_of_the_run(tmp_path: P
     assert not store.exists(KEYS.record)
     start(store, first)
     assert read_flow_and_config(first.run, "r")[1].train == resolve("train", first, store).train
-
-
-def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, _ = started(tmp_path)
-    record = json.loads(store.read(KEYS.record) or b"")
-    changes = [{"config": []}, {"config": {"train": {"no_such_option": 1}}}, {"parent": {"run": "../x", "at": 1}}]
-    for content in (b"{", b"[]", b"\xff\xfe", *(json.dumps(record | change).encode() for change in changes)):
-        Path(store.path(KEYS.record)).write_bytes(content)
-        assert main(["resume", "r", "--store", str(tmp_path)]) == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and len(err) < 400, err
-
-
-def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, first = started(tmp_path, "--num-rollout", "3")
-    record = json.loads(store.read(KEYS.record) or b"")
-    bad = [b"{", b"{}", *(json.dumps(record | change).encode() for change in ({"created_at": "x"}, {"parent": 3}))]
-    for number, content in enumerate(bad):
-        store.create(f"runs/bad{number}/run.json", content)
-    store.create("runs/change/run.json", json.dumps(record).encode())
-    store.create("runs/change/changes/000000.json", b"[]")
-    store.create("runs/lost/steps/000000.commit.json", Commit(kind="step").model_dump_json().encode())
-    store.create("runs/commit/run.json", json.dumps(record).encode())
-    store.create("runs/commit/steps/000000.commit.json", b"{}")
-    store.create("runs/commit/rollouts/000000.commit.json", b"{")
-    print_runs(first.run)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    damaged = {"lost", "change", "commit", *(f"bad{number}" for number in range(len(bad)))}
-    assert {line.split()[0] for line in lines if "train" in line} == {"r"}
-    assert sorted(line.split()[0] for line in lines if line.split()[1:] == ["damaged"]) == sorted(damaged)
-    assert sorted(line.split()[0] for line in lines if " is damaged: " in line) == sorted(damaged)
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
