@@ -58,7 +58,6 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
     [
         ([], True),
         (["--advantage-estimator", "ppo"], False),
-        (["--advantage-estimator", "maxrl"], True),
         (["--advantage-estimator", "gdpo", "--gdpo-reward-weights", "right=1"], False),
     ],
 )
@@ -98,14 +97,11 @@ def test_first_round_with_many_more_truncated_responses_warns(tmp_path: Path) ->
     assert "31% of the responses are truncated, in round 0 10% were" in str(warnings[2])
 
 
-def test_critic_only_rounds_and_commits_without_metrics_do_not_count(tmp_path: Path) -> None:
+def test_critic_only_rounds_do_not_count(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for index in range(3):
         commit_round(store, index, None, {})
-    assert not warned(store, 2, group_relative=True)
-    for index in range(3, 6):
-        commit_round(store, index, 0.0, {})
-    assert warned(store, 5)
+    assert not warned(store, 2) and not warned(store, 2, group_relative=True)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,6 @@ def test_critic_only_rounds_and_commits_without_metrics_do_not_count(tmp_path: P
         ),
         ({"rollout/num_samples": 8.0, "rollout/response_len/max": 0.0}, "all 8 samples are masked"),
         ({"rollout/failed_ratio": 0.75, "rollout/error_cat/timeout": 6.0}, "75% of the samples failed (timeout)"),
-        ({"rollout/zero_std/count_1": 2.0}, "do not show why"),  # of a rollout before num_groups was recorded
         ({}, "do not show why"),
     ],
 )
@@ -144,12 +139,11 @@ def test_logprob_gap_warns_once_and_suggests_tis(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--use-tis"], ["--use-rollout-logprobs"]], ids=str)
-def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
-    tmp_path: Path, tiny_model: Path, options: list[str]
-) -> None:
+def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(tmp_path: Path, options: list[str]) -> None:
     shown, store = list[str](), Store(str(tmp_path))
     step = Commit(kind="step", run="r", index=0, policy_version=0, summary={LOGPROB_GAP: 0.5})
     store.commit(KEYS.step_prefix(0), step)
-    config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
+    (tmp_path / "config.json").write_text("{}")
+    config = parse_config(["--run", "r", "--hf-checkpoint", str(tmp_path), *options])
     LearningSignal(ActiveRun(store, KEYS, Flow.TRAIN, config), shown.append).on_commit("key", step, is_new=True)
     assert len(shown) == (not options)

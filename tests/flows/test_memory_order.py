@@ -4,7 +4,7 @@ real flow, trainer group and actor, engine pool, and HTTP client."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,11 +98,9 @@ class ScriptedCluster:
     def alive(self) -> bool:
         return True
 
-    def check_alive(self) -> None:
-        pass
+    def check_alive(self) -> None: ...
 
-    def find_actor(self, name: str) -> None:
-        return None
+    def find_actor(self, name: str) -> None: ...
 
     def place_processes(self, *sizes: int) -> list[Any]:
         return []
@@ -174,18 +172,15 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., World]:
     def make(*flags: str, owned: bool = True) -> World:
-        worlds.append(World(tmp_path, list(flags), ScriptedCluster(owned=owned)))
-        monkeypatch.setattr(processes, "start_pool", worlds[-1].start_pool)
+        made = World(tmp_path, list(flags), ScriptedCluster(owned=owned))
+        request.addfinalizer(made.engine.kill)
+        monkeypatch.setattr(processes, "start_pool", made.start_pool)
         monkeypatch.setattr(tasks, "save", tasks.save.body)
-        return worlds[-1]
+        return made
 
-    yield make
-    for made in worlds:
-        made.engine.kill()
+    return make
 
 
 RELEASE = ["engine: pause", "engine: release kv_cache weights"]
@@ -262,6 +257,7 @@ def test_trainer_takes_gpu_memory_after_the_engines_on_its_gpu_have_started(
 @pytest.mark.parametrize(
     ("flags", "has_engines", "expected"),
     [(["--colocate"], True, True), (["--colocate"], False, False), (["--offload-rollout"], True, False)],
+    ids=["offloaded", "without engines", "only engines are offloaded"],
 )
 def test_trainer_allocates_host_memory_early_only_if_it_will_be_offloaded(
     world: Callable[..., World], flags: list[str], has_engines: bool, expected: bool

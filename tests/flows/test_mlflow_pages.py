@@ -64,10 +64,10 @@ class Tour:
         items = "[...document.querySelectorAll('nav a')].map(a => a.textContent)"
         self.page.wait_for(f"{items}.includes('Runs') && !{items}.includes('Sessions')")
 
-    def follow(self, title: str, *texts: str, within: str = "body") -> None:
+    def follow(self, title: str, *texts: str) -> None:
         """Follow the link with a text, and expect the texts on its page. Links in descriptions open a new tab for the
         user; here they open in the same tab."""
-        link = f"[...document.querySelectorAll('{within} a')].find(a => a.textContent.trim() === {json.dumps(title)})"
+        link = f"[...document.querySelectorAll('a')].find(a => a.textContent.trim() === {json.dumps(title)})"
         self.page.wait_for(f"!!{link}")
         self.page.evaluate(f"(() => {{ const a = {link}; a.removeAttribute('target'); a.click() }})()")
         self.expect(*texts)
@@ -131,8 +131,4 @@ def test_the_lineage_can_be_followed_from_the_printed_link(link: str) -> None:
             "document.body.innerText.includes('promoted (forced)') || document.body.innerText.includes('promoted:')"
         )
         tour.save("mlflow-version")
-        page.evaluate(
-            "[...document.querySelectorAll('a')].find(a => a.textContent === 'r-000002').removeAttribute('target')"
-        )
-        page.evaluate("[...document.querySelectorAll('a')].find(a => a.textContent === 'r-000002').click()")
-        tour.expect("evaluated in: r/eval-000002-sums")
+        tour.follow("r-000002", "evaluated in: r/eval-000002-sums")

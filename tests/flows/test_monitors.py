@@ -68,22 +68,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_registered_process_prints_its_stacks_and_continues() -> None:
     with stuck_process(REGISTERED) as process:
-        assert "in wait_for_input" in stacks_of_process(process, seconds=60)
-        assert "in wait_for_input" in stacks_of_process(process, seconds=60)
+        for _ in range(2):
+            assert "in wait_for_input" in stacks_of_process(process, seconds=60)
 
 
-def test_process_without_a_handler_gets_no_signal() -> None:
+def test_process_without_a_handler_gets_no_signal_and_a_stopped_one_is_reported_below_the_driver(
+    impatient: None,
+) -> None:
     with stuck_process(PLAIN) as process:
         assert "cannot print its stacks" in stacks_of_process(process)
-
-
-def test_stopped_process_is_reported_as_stopped_below_the_driver(impatient: None) -> None:
-    with stuck_process(PLAIN) as process:
         process.suspend()
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         text = stacks_of_run()
     assert f"(pid {process.pid})\nstopped (T)" in text
-    assert "thread MainThread:" in text and "test_stopped_process_is_reported_as_stopped_below_the_driver" in text
+    assert "thread MainThread:" in text and "a_stopped_one_is_reported_below_the_driver" in text
 
 
 def test_each_hang_is_reported_once_with_a_file(impatient: None, tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_each_hang_is_reported_once_with_a_file(impatient: None, tmp_path: Path)
     with HangDetector(0.05, warn, tmp_path / "logs") as detector:
         assert reported.wait(60)
         reported.clear()
-        assert not reported.wait(0.3)  # the same hang
+        assert not reported.wait(0.15)  # the same hang
         detector.on_progress()
         assert reported.wait(60)
     files = sorted((tmp_path / "logs").iterdir())
@@ -112,13 +110,6 @@ def test_no_hang_is_reported_before_the_timeout(tmp_path: Path) -> None:
     assert messages == [] and list(tmp_path.iterdir()) == []
 
 
-def test_machine_has_cpu_and_memory() -> None:
-    metrics = sample_system()
-    assert 0 <= metrics["system/cpu_utilization_percentage"] <= 100
-    assert 0 < metrics["system/system_memory_usage_percentage"] <= 100
-    assert metrics["system/system_memory_usage_megabytes"] > 10
-
-
 def test_records_are_means_of_intervals_and_the_end_logs_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitors, "SAMPLE_SECONDS", 0.01)
     logged, sampled, twelve = [], [], threading.Event()
@@ -129,6 +120,7 @@ def test_records_are_means_of_intervals_and_the_end_logs_the_rest(monkeypatch: p
             twelve.set()
         return {"system/x": sampled[-1]} | ({"system/gpu": 5.0} if len(sampled) == 2 else {})
 
+    assert 0 < sample_system()["system/system_memory_usage_percentage"] <= 100, "of this machine"
     with SystemMetrics(logged.append, print, sample) as sampler:
         assert twelve.wait(60)
     sampler.thread.join()

@@ -1,4 +1,4 @@
-"""Outages of Prefect or MLflow during a run: the run completes, and every record is delivered once."""
+"""Outages of Prefect during a run, which completes."""
 
 import os
 import shutil
@@ -16,13 +16,7 @@ import pytest
 
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.runtime.prefect_api import LAUNCHER, prefect_server
-from penstock.flows.services.stack import mlflow_server
-from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.store import Store
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_options import MlflowOptions
-from penstock.storage.tracking.tracker import TrackedRun
 
 pytestmark = pytest.mark.integration
 
@@ -62,18 +56,13 @@ def convert(model: Path, folder: Path, program: list[str], **environment: str) -
     command = [sys.executable, *program, "convert", "--hf-checkpoint", str(model), "--store", str(folder / "store")]
     own = {"PREFECT_HOME": str(folder / "prefect"), "XDG_STATE_HOME": str(folder / "state"), VARIABLE: str(faults)}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **own, **environment},
-            cwd=Path(__file__).parents[2],
-        )
+        variables = {**os.environ, **own, **environment}
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=variables, cwd=Path(__file__).parents[2])
     return process, log
 
 
 def stopped(folder: Path) -> Path:
-    """Exists while the conversion stands in its stage; to remove it lets the conversion go on."""
+    """A file that exists while the conversion waits in its stage. Removing it lets the conversion continue."""
     return folder / "faults" / f"{POINT}.reached"
 
 
@@ -131,56 +120,3 @@ def test_run_completes_if_the_prefect_server_never_comes_back(
     finally:
         process.kill()
     assert "convert is complete, but its end could not be reported to Prefect" in log.read_text()
-
-
-@pytest.mark.full
-def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Path) -> None:
-    keys, store = RunKeys("late"), Store(str(tmp_path / "store"))
-    service = mlflow_server(choose_port("mlflow", 0, 0), f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "logs")
-    uri = (service.ready or "").removesuffix("/health")
-
-    def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
-        run = TrackedRun("late", "1", store.uri)
-        tracker = RunTracking(run, tmp_path / "outbox", [uri], {"run": {"num_rollout": 3}}).start()
-        tracker.record_missing_commits(store, keys)
-        for key, commit in offered:
-            tracker.record_commit(key, commit)
-        return tracker.close(timeout=timeout)
-
-    offered = list(rounds(keys))
-    for key, commit in offered:
-        store.create(key, encode_commit(commit))  # not `commit`: the files that these name were never written
-    assert tracked(0.5, offered) == len(offered) + 2  # its start and its end
-    service.start()
-    try:
-        service.wait_ready()
-        assert tracked(90, []) == 0
-        assert tracked(90, offered) == 0  # a resumed run offers them all again
-        client = MlflowOptions.connect(uri, TrackedRun("late", "1", store.uri)).client
-        experiment = client.get_experiment_by_name("penstock")
-        [run] = client.search_runs([experiment.experiment_id], "attributes.run_name = 'late'")
-        for metric in ("rollout/raw_reward", "train/loss"):
-            points = client.get_metric_history(run.info.run_id, metric)
-            assert [(point.step, point.value) for point in points] == [(r, 0.5 * r) for r in range(3)]
-    finally:
-        service.stop()
-
-
-def rounds(keys: RunKeys) -> Iterator[tuple[str, Commit]]:
-    for r in range(3):
-        shard = FileRecord(
-            path=f"{keys.rollout_prefix(r)}/attempt-1/part-00000.parquet", bytes=10, xxh3=f"{r:032x}", rows=8
-        )
-        summaries = {"rollout": {"rollout/raw_reward": 0.5 * r}, "step": {"train/loss": 0.5 * r}}
-        at = 1e9 + 100 * r
-        attempt = f"{keys.rollout_prefix(r)}/attempt-1"
-        yield (
-            commit_key(keys.rollout_prefix(r)),
-            Commit(
-                kind="rollout", index=r, attempt=attempt, files=[shard], summary=summaries["rollout"], created_at=at
-            ),
-        )
-        yield (
-            commit_key(keys.step_prefix(r)),
-            Commit(kind="step", index=r, policy_version=r + 1, summary=summaries["step"], created_at=at + 1),
-        )

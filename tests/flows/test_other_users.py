@@ -1,15 +1,11 @@
-"""What another user of the machine can do to the owner of `penstock up` through MLflow: nothing. The attack is made as
-that user, on a real server; then with a login, since a stolen session must not open the owner's other files either."""
+"""MLflow of `penstock up` refuses other users of the machine, who do not have the login. Even with a stolen login, it
+neither reads nor writes the owner's other files."""
 
 from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,40 +22,7 @@ from penstock.storage.web.login import login_path, read_login
 pytestmark = pytest.mark.integration
 API = "/api/2.0/mlflow"
 SECRET = "the owner's Prefect login"
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 OPENER = build_opener(ProxyHandler({}))
-
-BECOME_NOBODY = """
-import encodings.idna, http.client, json, os, sys, urllib.error, urllib.parse, urllib.request
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
-"""
-# The attack of the issue, as another user. Prints what it could read and write.
-ATTACK = r"""
-server, folder, target = sys.argv[1:]
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-def call(path, body=None, kind="application/json"):
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    try:
-        with opener.open(urllib.request.Request(server + path, data, {"Content-Type": kind}), timeout=30) as answer:
-            return answer.read()
-    except urllib.error.HTTPError as error:
-        return json.dumps({"status": error.code}).encode()
-
-def api(path, **body):
-    return json.loads(call("/api/2.0/mlflow/" + path, body))
-
-experiment = api("experiments/create", name="theirs", artifact_location=folder).get("experiment_id", "0")
-run = api("runs/create", experiment_id=experiment).get("run", {}).get("info", {}).get("run_id", "0" * 32)
-os.makedirs(f"{folder}/{run}")
-os.symlink(target, f"{folder}/{run}/artifacts")
-query = urllib.parse.urlencode({"run_uuid": run, "run_id": run, "path": "login"})
-read = call("/get-artifact?" + query)
-write = call("/ajax-api/2.0/mlflow/upload-artifact?" + query.replace("login", "planted"), b"x", "text/plain")
-print(json.dumps({"as": os.getuid(), "read": read.decode(), "write": write.decode()}))
-"""
 
 
 class Served(NamedTuple):
@@ -91,12 +54,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             server.stop()
 
 
-def as_nobody(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the standard library as another user."""
-    command = [sys.executable, "-c", BECOME_NOBODY + program, *arguments]
-    return subprocess.run(command, cwd="/", env={}, capture_output=True, text=True, check=False)
-
-
 def call(
     served: Served, path: str, body: Any = None, method: str | None = None, login: bool = False, **headers: str
 ) -> tuple[int, str]:
@@ -114,50 +71,26 @@ def call(
         return error.code, error.read().decode(errors="replace")
 
 
-@needs_root
-def test_another_user_reads_and_writes_no_file_through_an_experiment_of_their_own(served: Served) -> None:
-    theirs = Path("/tmp") / f"penstock-theirs-{served.port}"
-    theirs.mkdir(mode=0o777)
-    theirs.chmod(0o777)
-    try:
-        answer = json.loads(as_nobody(ATTACK, served.url, str(theirs), str(served.owner)).stdout)
-    finally:
-        shutil.rmtree(theirs)
-    assert answer["as"] == 65534
-    assert SECRET not in answer["read"] and json.loads(answer["read"]) == {"status": 401}
-    assert json.loads(answer["write"]) == {"status": 401} and not (served.owner / "planted").exists()
-
-
-@needs_root
-def test_another_user_cannot_read_the_login(served: Served) -> None:
-    assert "PermissionError" in as_nobody("print(open(sys.argv[1]).read())", str(login_path(served.port))).stderr
-    assert stat.S_IMODE(login_path(served.port).stat().st_mode) == 0o600
-
-
 PATHS = (
     ("GET", "/get-artifact?run_id=1&path=login", None),
     ("POST", "/ajax-api/2.0/mlflow/upload-artifact?run_uuid=1&path=a", b"x"),
-    ("GET", "/model-versions/get-artifact?name=a&version=1&path=a", None),
-    ("GET", "/ajax-api/2.0/mlflow/logged-models/m-1/artifacts/files?artifact_file_path=a", None),
     ("GET", "/ajax-api/3.0/mlflow/get-trace-artifact?request_id=tr-1", None),
-    ("GET", "/api/2.0/mlflow-artifacts/artifacts?path=..", None),
     ("PUT", "/api/2.0/mlflow-artifacts/artifacts/a/b", b"x"),
     ("DELETE", "/api/2.0/mlflow-artifacts/artifacts/penstock", None),
     ("POST", f"{API}/experiments/create", {"name": "a", "artifact_location": "/etc"}),
-    ("POST", f"{API}/model-versions/create", {"name": "a", "source": "file:///etc"}),
     ("POST", "/graphql", {"query": "{ mlflowSearchRuns(input: {}) { runs { info { runId } } } }"}),
     ("POST", "/v1/traces", b"x"),
     ("POST", "/api/3.0/mlflow/gateway/secrets/create", {}),
-    ("POST", f"{API}/webhooks", {"name": "a", "url": "https://example.com"}),
     ("POST", "/ajax-api/3.0/mlflow/assistant/message", {"message": "run `id`"}),
-    ("GET", "/ajax-api/3.0/mlflow/jobs/1", None),
-    ("GET", "/api/3.0/mlflow/server-info", None),
     ("GET", "//get-artifact?run_id=1&path=login", None),
     ("GET", "/health/../get-artifact?run_id=1&path=login", None),
     ("GET", "/%68ealth/x", None),
     ("GET", "/static-files/index.html", None),
-    ("GET", "/no/such/route", None),
 )
+
+
+def test_another_user_cannot_read_the_login(served: Served) -> None:
+    assert stat.S_IMODE(login_path(served.port).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("method, path, body", PATHS, ids=[f"{method} {path}" for method, path, _ in PATHS])
@@ -182,21 +115,25 @@ def create_experiment(served: Served, location: str) -> str:
 
 
 LOCATIONS = (
-    "{owner}", "file://{owner}", "file://localhost{owner}", "file:{owner}", "{artifacts}/../../../private",
+    "{owner}", "file://localhost{owner}", "file:{owner}", "{artifacts}/../../../private",
     "file://{artifacts}/x/%2e%2e/%2e%2e/%2e%2e/%2e%2e/private", "{artifacts}-beside", "{artifacts}/link",
-    "file://{artifacts}/link/deeper", "http://127.0.0.1:9/x", "mlflow-artifacts://127.0.0.1:9/x", "s3://bucket/x",
-    "ftp://127.0.0.1/x", "sftp://127.0.0.1/x", "hdfs://127.0.0.1/x", "dbfs:/x",
+    "http://127.0.0.1:9/x", "mlflow-artifacts://127.0.0.1:9/x", "s3://bucket/x", "dbfs:/x",
 )  # fmt: skip
 
 
+@pytest.fixture
+def link(served: Served) -> None:
+    """A symbolic link `link` among the artifacts, which leads to the private directory."""
+    served.artifacts.mkdir(exist_ok=True)
+    if not (served.artifacts / "link").is_symlink():
+        (served.artifacts / "link").symlink_to(served.owner)
+
+
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("location", LOCATIONS)
 def test_with_the_login_artifacts_outside_of_the_store_are_neither_read_nor_written(
     served: Served, location: str
 ) -> None:
-    served.artifacts.mkdir(exist_ok=True)
-    link = served.artifacts / "link"
-    if not link.is_symlink():
-        link.symlink_to(served.owner)
     place = location.format(owner=served.owner, artifacts=served.artifacts)
     before = sorted(served.owner.rglob("*"))
     if run := create_experiment(served, place):
@@ -211,17 +148,15 @@ def test_with_the_login_artifacts_outside_of_the_store_are_neither_read_nor_writ
     assert not list(served.artifacts.parent.glob("artifacts-beside"))
 
 
+@pytest.mark.usefixtures("link")
 @pytest.mark.parametrize(
     "path",
     [
-        "link/login", "../../../private/login", "..%2f..%2f..%2fprivate%2flogin", "%2e%2e/%2e%2e/%2e%2e/private/login",
-        "{owner}/login", "%2f{owner}/login", "x/../link/login", "file:{owner}/login", "..%252f..%252fprivate/login",
+        "link/login", "../../../private/login", "..%2f..%2f..%2fprivate%2flogin", "{owner}/login", "%2f{owner}/login",
+        "file:{owner}/login", "..%252f..%252fprivate/login",
     ],
 )  # fmt: skip
 def test_with_the_login_a_path_of_an_artifact_does_not_leave_the_store(served: Served, path: str) -> None:
-    served.artifacts.mkdir(exist_ok=True)
-    if not (served.artifacts / "link").is_symlink():
-        (served.artifacts / "link").symlink_to(served.owner)
     path = path.format(owner=served.owner)
     for prefix in ("/api/2.0", "/ajax-api/2.0"):
         place = f"{prefix}/mlflow-artifacts/artifacts/{path}"

@@ -26,18 +26,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(folder),
-        str(source),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    options = ["--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options], check=True, capture_output=True, timeout=300)
     [path] = folder.glob("penstock_rl-*.whl")
     return path
 
@@ -81,38 +71,26 @@ def test_wheel_has_every_module_below_penstock_and_no_other_package(installed: P
         } == modules
 
 
-def test_recipes_and_launchers_of_the_wheel_exist(installed: Path, tmp_path: Path) -> None:
-    out = run_script(
-        installed,
-        tmp_path,
-        "from penstock.engines.sglang.backend import LAUNCHER as sglang\n"
-        "from penstock.flows.config import RECIPES\n"
-        "from penstock.flows.options.flags import parse_config\n"
-        "from penstock.flows.runtime.prefect_api import LAUNCHER as prefect\n"
-        "rounds = parse_config(['--config', 'demo-grpo']).run.num_rollout\n"
-        "print(sglang.exists(), prefect.exists(), rounds == 60, RECIPES)\n",
-    )
-    assert out.split() == ["True", "True", "True", str(installed / "penstock" / "recipes")]
+FILES_PROGRAM = """
+from penstock.engines.sglang.backend import LAUNCHER as sglang
+from penstock.flows.config import RECIPES
+from penstock.flows.inspect.watch import WatchedRuns, _ASSETS
+from penstock.flows.install.command import lock_file
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.prefect_api import LAUNCHER as prefect
+
+print(sglang.exists(), prefect.exists(), parse_config(["--config", "demo-grpo"]).run.num_rollout)
+print(all(WatchedRuns([]).respond(path, {})[1] for path in _ASSETS), len(_ASSETS))
+print(RECIPES)
+print(*(path for path in map(lock_file, ("cpu", "cuda")) if path.exists()), sep="\\n")
+"""
 
 
-def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> None:
-    out = run_script(
-        installed,
-        tmp_path,
-        "from penstock.flows.install.command import lock_file\n"
-        "print(*(path for path in map(lock_file, ('cpu', 'cuda')) if path.exists()))\n",
-    )
-    assert [Path(path).parent for path in out.split()] == 2 * [installed / "penstock" / "environment" / "lock"]
-
-
-def test_pages_of_the_wheel_have_their_files(installed: Path, tmp_path: Path) -> None:
-    out = run_script(
-        installed,
-        tmp_path,
-        "from penstock.flows.inspect.watch import WatchedRuns, _ASSETS\n"
-        "print(all(WatchedRuns([]).respond(path, {})[1] for path in _ASSETS), len(_ASSETS))\n",
-    )
-    assert out.split() == ["True", "8"]
+def test_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> None:
+    launchers, pages, recipes, *locks = run_script(installed, tmp_path, FILES_PROGRAM).splitlines()
+    assert launchers == "True True 60" and pages == "True 8"
+    assert recipes == str(installed / "penstock" / "recipes")
+    assert [Path(path).parent for path in locks] == 2 * [installed / "penstock" / "environment" / "lock"]
     assert list(installed.glob("*.dist-info/licenses/third_party/uplot/LICENSE"))
 
 
@@ -142,21 +120,22 @@ def test_demo_of_the_wheel_passes_in_a_new_environment(wheel: Path, environment:
     run("penstock", "verify", "demo-grpo-seed0", "--store", "penstock-demo/store")
 
 
+RAY_PROGRAM = """
+from storage import OWNER
+from penstock.engines.cluster import Cluster
+from penstock.storage.commit import is_run_name
+
+cluster = Cluster.start(None)
+try:
+    print(OWNER, cluster.run(is_run_name, "a-run"))
+finally:
+    cluster.stop()
+"""
+
+
 @pytest.mark.integration
 def test_ray_worker_of_a_script_beside_folders_of_our_names_imports_penstock(installed: Path, tmp_path: Path) -> None:
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("OWNER = 'the user'\n")
-    out = run_script(
-        installed,
-        tmp_path,
-        f"from {PACKAGES[-1]} import OWNER\n"
-        "from penstock.engines.cluster import Cluster\n"
-        "from penstock.storage.commit import is_run_name\n"
-        "cluster = Cluster.start(None)\n"
-        "try:\n"
-        "    print(OWNER, cluster.run(is_run_name, 'a-run'))\n"
-        "finally:\n"
-        "    cluster.stop()\n",
-    )
-    assert "the user True" in out
+    assert "the user True" in run_script(installed, tmp_path, RAY_PROGRAM)

@@ -69,8 +69,8 @@ def test_a_link_in_a_file_or_pipe_has_no_token() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    [f"http://127.0.0.1:{PORT + 1}/x", f"http://prefect.example:{PORT}/x", "https://app.prefect.cloud/x", "",
-     "sqlite:////store/mlflow.db", "http://127.0.0.1:bad/x", "http://127.0.0.1/x", "http://[::1"],
+    [f"http://127.0.0.1:{PORT + 1}/x", f"http://prefect.example:{PORT}/x", "", "sqlite:////store/mlflow.db",
+     "http://127.0.0.1:bad/x", "http://127.0.0.1/x", "http://[::1"],
 )  # fmt: skip
 def test_links_to_other_servers_are_not_changed_and_get_no_login(url: str, terminal: None) -> None:
     create_login(PORT)
@@ -91,11 +91,10 @@ def test_every_start_of_a_server_has_a_new_login_and_ends_the_links_of_the_last(
     assert prefect_api.prefect_server(PORT).environment["PREFECT_API_AUTH_STRING"] not in (first, second)
 
 
-def client(login: str, *, checks_login: bool = True, follow_redirects: bool = False) -> TestClient:
+def client(login: str, *, checks_login: bool = True) -> TestClient:
     """A client of an app behind the gate, which shows its pages at every path."""
-    app = Starlette(
-        routes=[Route("/{path:path}", lambda request: PlainTextResponse("the app"), methods=["GET", "POST"])]
-    )
+    route = Route("/{path:path}", lambda request: PlainTextResponse("the app"), methods=["GET", "POST"])
+    app = Starlette(routes=[route])
     gate = LoginGate(app, PORT, login, script="keep(login)", checks_login=checks_login)
     return TestClient(gate, URL, follow_redirects=False)
 
@@ -115,8 +114,7 @@ def test_a_token_logs_in_once(terminal: None) -> None:
 
 @pytest.mark.parametrize(
     "secret",
-    ["", "guess", "penstock:", "penstock", ".", "..", "../login", "x" * 32, "-" * 32, "links", "\u00e4" * 16, "%2e%2e",
-     "a/b", "x" * 100_000],
+    ["", "guess", "penstock:", "..", "../login", "x" * 32, "links", "\u00e4" * 16, "%2e%2e", "x" * 100_000],
 )  # fmt: skip
 def test_other_secrets_do_not_log_in(secret: str, terminal: None) -> None:
     login = create_login(PORT)
@@ -126,19 +124,14 @@ def test_other_secrets_do_not_log_in(secret: str, terminal: None) -> None:
     assert mine.get("/x").status_code == 401 and read_login(URL) == login
 
 
-def test_the_login_or_its_password_can_be_typed() -> None:
+def test_the_login_or_its_password_can_be_typed_and_gives_a_cookie_out_of_reach_of_scripts_and_other_sites() -> None:
     login = create_login(PORT)
     for secret in (login, login.partition(":")[2], f" {login}\n"):
         mine = client(login)
-        assert mine.post("/open", content=secret).status_code == 200
-        assert mine.get("/x").text == "the app"
-
-
-def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites() -> None:
-    login = create_login(PORT)
-    answer = client(login).post("/open", content=login)
-    cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie and str(PORT) in cookie and not answer.text
+        answer = mine.post("/open", content=secret)
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie and str(PORT) in cookie and not answer.text
+        assert answer.status_code == 200 and mine.get("/x").text == "the app"
 
 
 def test_a_page_without_a_login_leads_to_the_login_and_an_api_call_does_not() -> None:
@@ -153,12 +146,12 @@ def test_a_page_without_a_login_leads_to_the_login_and_an_api_call_does_not() ->
     [{"Host": "example.com"}, {"Host": f"127.0.0.1.example.com:{PORT}"}, {"Host": "[::1"}, {"Host": ""},
      {"Origin": "http://example.com"}, {"Origin": "null"}, {"Origin": f"http://127.0.0.1:{PORT + 1}"}],
 )  # fmt: skip
-@pytest.mark.parametrize("path", ["/open", "/x", "/health"])
-def test_foreign_hosts_and_origins_are_refused_also_with_the_login(path: str, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("checks_login", [True, False])
+def test_foreign_hosts_and_origins_are_refused_also_with_the_login(checks_login: bool, headers: dict[str, str]) -> None:
     login = create_login(PORT)
-    basic = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
-    for checks_login in (True, False):
-        assert client(login, checks_login=checks_login).get(path, headers={**basic, **headers}).status_code == 403
+    headers = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}", **headers}
+    for path in ("/open", "/x", "/health"):
+        assert client(login, checks_login=checks_login).get(path, headers=headers).status_code == 403, path
 
 
 def test_an_app_that_checks_the_login_itself_gets_every_request_of_its_own_origin() -> None:
@@ -182,14 +175,24 @@ def test_the_page_that_logs_in_loads_nothing_and_cannot_be_framed() -> None:
 needs_browser = pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
 
 
-@pytest.fixture
-def prefect(prefect_home: Path, tmp_path: Path) -> Iterator[Service]:
-    server = prefect_api.prefect_server(choose_port("prefect", 0, 0))
-    server.environment["PREFECT_HOME"] = str(shutil.copytree(prefect_home, tmp_path / "prefect"))
-    server.start()
+@pytest.fixture(scope="module")
+def prefect(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        server = prefect_api.prefect_server(choose_port("prefect", 0, 0))
+        server.environment["PREFECT_HOME"] = str(shutil.copytree(prefect_home, folder / "home"))
+        server.start()
     server.wait_ready()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def prefect_root(prefect: Service, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of Prefect's server, with the state directory that has its login."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path(prefect.environment["PREFECT_HOME"]).with_name("state")))
+    return prefect.environment["PREFECT_API_URL"].removesuffix("/api")
 
 
 def save(page: Page, name: str) -> None:
@@ -204,8 +207,7 @@ def expect(page: Page, text: str) -> None:
 
 @pytest.mark.integration
 @needs_browser
-@pytest.mark.integration
-def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, terminal: None) -> None:
+def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, prefect_root: str, terminal: None) -> None:
     from prefect import flow
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -214,8 +216,7 @@ def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, terminal: None
     settings |= {PREFECT_API_AUTH_STRING: prefect.environment["PREFECT_API_AUTH_STRING"]}
     with temporary_settings(settings), get_client(sync_client=True) as api:
         run = api.create_flow_run(flow(lambda: None, name="a-flow"), name="brave-llama")
-    root = prefect.environment["PREFECT_API_URL"].removesuffix("/api")
-    link = page_link(f"{root}/flow-runs/flow-run/{run.id}")
+    link = page_link(f"{prefect_root}/flow-runs/flow-run/{run.id}")
     with browser() as page:
         page.open(link)
         expect(page, "brave-llama")
@@ -239,15 +240,12 @@ def test_one_click_opens_the_page_of_a_flow_run(prefect: Service, terminal: None
 
 @pytest.mark.integration
 @needs_browser
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "page_in_link", ["//example.com/x", "/\\\\example.com/x", "@example.com/", "javascript:alert(1)"]
-)
-def test_a_link_does_not_lead_to_another_server(page_in_link: str, prefect: Service, terminal: None) -> None:
-    root = prefect.environment["PREFECT_API_URL"].removesuffix("/api")
-    token = token_of(page_link(f"{root}/runs"))
-    with browser() as page:
-        page.open(f"{root}/open#{token}{page_in_link}")
-        page.wait_for("document.readyState === 'complete' && location.origin !== 'null'")
-        page.wait_for("document.body.innerText !== ''")
-        assert page.evaluate("location.origin") == root
+def test_a_link_does_not_lead_to_another_server(prefect_root: str, terminal: None) -> None:
+    token = token_of(page_link(f"{prefect_root}/runs"))
+    with browser() as page:  # which stays logged in after the first link
+        for page_in_link in ("//example.com/x", "/\\\\example.com/x", "@example.com/", "javascript:alert(1)"):
+            page.open("about:blank")
+            page.open(f"{prefect_root}/open#{token}{page_in_link}")
+            page.wait_for("document.readyState === 'complete' && location.origin !== 'null'")
+            page.wait_for("document.body.innerText !== ''")
+            assert page.evaluate("location.origin") == prefect_root, page_in_link

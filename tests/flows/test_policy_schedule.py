@@ -320,42 +320,37 @@ def enter(block: Callable[[], object]) -> None:
     ("wait", "problem"),
     [
         (lambda turns: turns.wait_for_turn(9), ["Preempted: the run ends"]),
-        (lambda turns: turns.wait_for_turn(None), ["Preempted: the run ends"]),
         (lambda turns: enter(lambda: turns.rollout(0)), ["Preempted: the run ends"]),
         (lambda turns: enter(turns.sending), []),
     ],
-    ids=["turn", "evaluation", "rollout", "sending"],
+    ids=["turn", "rollout", "sending"],
 )
 def test_close_ends_waiting_during_a_round(wait: Callable[[PolicyTurns], object], problem: list[str]) -> None:
     turns, problems = PolicyTurns(PolicySchedule(PolicyLimits(lead=1))), list[str]()
     with turns.training(0):
-        thread = start(lambda: wait(turns), problems)
-        thread.join(0.01)
-        assert thread.is_alive(), "it waits"
-        turns.close()
-        join(thread)
+        expect_end_by_close(turns, lambda: wait(turns), problems)
     assert problems == problem and turns.closed
 
 
 def test_close_ends_waiting_of_the_training_thread() -> None:
     turns, problems = PolicyTurns(PolicySchedule(PolicyLimits(lead=1), requested=0)), list[str]()  # nobody evaluates it
-    thread = start(lambda: enter(lambda: turns.training(0)), problems)
+    expect_end_by_close(turns, lambda: enter(lambda: turns.training(0)), problems)
+    assert turns.schedule.trained == 1 and not problems
+
+
+def expect_end_by_close(turns: PolicyTurns, wait: Callable[[], object], problems: list[str]) -> None:
+    thread = start(wait, problems)
     thread.join(0.01)
     assert thread.is_alive(), "it waits"
     turns.close()
     join(thread)
-    assert turns.schedule.trained == 1 and not problems
 
 
-def test_failed_round_does_not_count_as_trained() -> None:
-    turns = PolicyTurns(PolicySchedule(PolicyLimits(lead=1)))
-    with pytest.raises(RuntimeError), turns.training(0):
-        raise RuntimeError
-    assert turns.schedule.trained == 0 and turns.schedule.may_send()
-
-
-def test_round_that_was_trained_before_the_start_does_not_lower_the_version() -> None:
+def test_neither_a_failed_round_nor_one_of_an_earlier_start_changes_the_version() -> None:
     turns = PolicyTurns(PolicySchedule(trained=7))
+    with pytest.raises(RuntimeError), turns.training(7):
+        raise RuntimeError
+    assert turns.schedule.trained == 7 and turns.schedule.may_send()
     with turns.training(6):  # the first round of a start is the last trained one
         pass
     assert turns.schedule.version_for(7) == turns.schedule.trained == 7

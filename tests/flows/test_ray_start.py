@@ -35,7 +35,6 @@ class FakeCluster:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.thread = threading.current_thread()
-
         self.reserved: list[int] = []
 
     def place_processes(self, num_processes: int) -> None:
@@ -69,8 +68,10 @@ def config_of(*words: str) -> Any:
 def test_the_thread_of_the_start_lives_until_ray_is_stopped(started: list[dict[str, Any]]) -> None:
     """The kernel kills Ray's daemons with the thread that started them."""
     options = PlacementOptions(trainer_gpus=3)
-    taken: Any = ClusterStart("penstock-r", options).start().take()
+    start = ClusterStart("penstock-r", options).start()
+    taken: Any = start.take()
     assert started == [{"namespace": "penstock-r", "options": options}]
+    assert start.take() is None, "it is taken once"
     time.sleep(0.05)
     assert taken.thread.is_alive() and taken.thread is not threading.current_thread() and taken.thread.daemon
     taken.stop()
@@ -89,14 +90,7 @@ def test_the_gpus_of_the_run_are_reserved_in_advance(
     taken.stop()
 
 
-def test_a_started_ray_is_taken_once(started: list[dict[str, Any]]) -> None:
-    start = ClusterStart("penstock-r", PlacementOptions()).start()
-    taken = start.take()
-    assert taken is not None and start.take() is None
-    taken.stop()
-
-
-@pytest.mark.parametrize("error", [ClusterLost("Ray did not start"), ValueError("wrong"), OSError(28, "full")], ids=str)
+@pytest.mark.parametrize("error", [ClusterLost("Ray did not start"), OSError(28, "full")], ids=str)
 def test_a_start_that_fails_is_logged_and_left_to_the_stage(
     error: Exception, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,10 +144,10 @@ from penstock.flows.runtime.conversion import import_model
 from penstock.flows.options.flags import parse_config
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
-model = sys.argv[1]
-inner = PromptTokenizer(model, apply_chat_template=True).inner
-ids = inner.apply_chat_template([{"role": "user", "content": "1+1="}])["input_ids"]
-calls = []
+ids, calls = [], []
+for model in sys.argv[1:]:
+    inner = PromptTokenizer(model, apply_chat_template=True).inner
+    ids.append(inner.apply_chat_template([{"role": "user", "content": "1+1="}])["input_ids"])
 run = lambda function, *args, **options: calls.append(f"{function.__module__}.{function.__name__}")
 convert = parse_config(["--run", "r", "--store", "/s", "--hf-checkpoint", model, "--num-rollout", "1"]).convert
 import_model(SimpleNamespace(run=run), None, convert, model)
@@ -163,17 +157,16 @@ print(json.dumps([ids, calls, imported, is_torch_available(), inner("1", return_
 """
 
 
-@pytest.mark.parametrize("name", ["TokenizersBackend", pytest.param("PreTrainedTokenizerFast", marks=pytest.mark.full)])
-def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_driver_tokenizes_and_converts_without_torch(tiny_model: Path, tmp_path: Path) -> None:
     """A plugin in the driver that imports torch afterwards gets the whole of transformers."""
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    path = model / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
-    result = subprocess.run([sys.executable, "-c", PROGRAM, str(model)], capture_output=True, text=True)
+    models = [str(tmp_path / name) for name in ("TokenizersBackend", "PreTrainedTokenizerFast")]
+    for model in models:
+        path = shutil.copytree(tiny_model, Path(model)) / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": Path(model).name}))
+    result = subprocess.run([sys.executable, "-c", PROGRAM, *models], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     ids, calls, imported, available, ndim = json.loads(result.stdout.splitlines()[-1])
-    assert ids and calls == ["penstock.flows.runtime.conversion.convert"] and not imported
+    assert all(ids) and calls == ["penstock.flows.runtime.conversion.convert"] and not imported
     assert available and ndim == 2
 
 
@@ -186,9 +179,6 @@ def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: 
     [
         pytest.param(signal.SIGKILL, "loading Prefect", marks=pytest.mark.full),
         (signal.SIGTERM, "opening the run"),
-        pytest.param(signal.SIGKILL, "opening the run", marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, "loading Prefect", marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, "loading Prefect", marks=pytest.mark.full),
         pytest.param(signal.SIGINT, "starting Prefect's server", marks=pytest.mark.full),
     ],
     ids=str,
@@ -196,14 +186,14 @@ def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: 
 def test_no_process_outlives_a_driver_that_ends_during_the_start(
     number: signal.Signals, moment: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
+    prompts, log = tmp_path / "prompts.jsonl", tmp_path / "log"
     prompts.write_text('{"input": "1+1=", "label": "2"}\n' * 8)
-    words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model), "--num-rollout", "1"]
-    words += ["--prompt-data", str(prompts), "--rm-type", "random"]
-    words += ["--rollout-batch-size", "2", "--rollout-max-response-len", "8"]
-    log = tmp_path / "log"
+    words = f"""
+        --run r --store {tmp_path / "store"} --hf-checkpoint {tiny_model} --num-rollout 1 --prompt-data {prompts}
+        --rm-type random --rollout-batch-size 2 --rollout-max-response-len 8
+    """
     with log.open("wb") as out:
-        driver = psutil.Popen([sys.executable, "-m", "penstock", "train", *words], stdout=out, stderr=out)
+        driver = psutil.Popen([sys.executable, "-m", "penstock", "train", *words.split()], stdout=out, stderr=out)
     try:
         wait_for(lambda: moment in log.read_text() or driver.poll() is not None)
         assert driver.poll() is None, log.read_text()

@@ -94,12 +94,6 @@ def test_synonym_is_the_same_as_its_flags_and_is_logged_once(key: str, caplog: p
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [key]
 
 
-def test_other_spelling_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    refused.log_once.cache_clear()
-    assert parse_config([*MODEL, "--prompt-key", "q"]) == parse_config([*MODEL, "--prompt-key", "q"])
-    assert [record.getMessage() for record in caplog.records] == ["--prompt-key: means --input-key"]
-
-
 def test_switch_that_is_a_synonym_takes_no_value() -> None:
     with pytest.raises(OptionError, match="--offload is a switch and takes no value"):
         parse_config([*MODEL, "--offload", "1"])

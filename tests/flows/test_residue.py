@@ -45,9 +45,8 @@ def test_ray_sessions_of_dead_drivers_are_removed(places: tuple[Path, Path]) -> 
         (ray / name / "log").write_text("text")
     assert found(places) == [("Ray session", dead)]
     [entry] = find(places)
-    assert (
-        entry.bytes == 4 and maintenance.remove_residue(entry) and not (ray / dead).exists() and (ray / live).exists()
-    )
+    assert entry.bytes == 4 and maintenance.remove_residue(entry)
+    assert not (ray / dead).exists() and (ray / live).exists()
 
 
 def test_ray_session_named_by_a_living_process_is_kept(places: tuple[Path, Path]) -> None:
@@ -75,21 +74,14 @@ def test_unmapped_shared_memory_is_found(places: tuple[Path, Path]) -> None:
     assert maintenance.remove_residue(entry) and not unused.exists() and used.exists()
 
 
-def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None:
-    directory = places[0] / "penstock-0123"
-    directory.mkdir()
-    (directory / scratch.LOCK).touch()
-    assert found(places) == [("temporary directory", directory.name)]
-    assert maintenance.remove_residue(find(places)[0]) and not directory.exists()
-
-
-def test_gc_lists_residue_and_removes_it_with_delete(
+def test_gc_lists_directories_of_dead_owners_and_removes_them_with_delete(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = places[0] / "penstock-0123"
     directory.mkdir()
     (directory / scratch.LOCK).touch()
     leftovers = find(places)
+    assert [entry.kind for entry in leftovers] == ["temporary directory"]
     monkeypatch.setattr(maintenance, "find_files_of_dead_processes", lambda: leftovers)
     store = str(places[0].parent / "store")
     assert maintenance.gc_main(["--store", store]) == 0 and directory.exists()

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -49,8 +48,6 @@ def test_taken_port_is_refused_in_one_line(taken_port: int, tmp_path: Path, prin
     ("words", "message"),
     [
         (["up", "--sotre", "x"], "unknown flag --sotre: did you mean --store?"),
-        (["up", "--store"], "--store needs a value"),
-        (["up", "--detach", "x"], "--detach takes no value"),
         (["up", "--prefect-port", "x"], "--prefect-port takes an integer"),
         (["down", "all"], "takes no arguments; found 'all'"),
     ],
@@ -81,19 +78,13 @@ def record_up(state: Path, process: psutil.Process, **pages: str) -> None:
 
 
 def test_second_up_prints_the_links_of_the_first(state: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
-    store = Store(str(tmp_path / "s"), probe=False).uri
-    record_up(
-        state, psutil.Process(), **{store: "http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock"}
-    )
+    store, other = Store(str(tmp_path / "s"), probe=False).uri, str(tmp_path / "other")
+    page = "http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock"
+    record_up(state, psutil.Process(), **{store: page})
     out = printed("up", "--store", store)
     assert f"runs already (process {os.getpid()})" in out
-    assert (
-        "http://127.0.0.1:4299/runs" in out
-        and f"http://127.0.0.1:5099/#/experiments/1/runs?viewStateShareKey=penstock  {store}" in out
-    )
-    assert f"it does not show --store {tmp_path / 'other'}" in printed(
-        "up", "--store", store, "--store", str(tmp_path / "other"), code=2
-    )
+    assert "http://127.0.0.1:4299/runs" in out and f"{page}  {store}" in out
+    assert f"it does not show --store {other}" in printed("up", "--store", store, "--store", other, code=2)
 
 
 def test_second_up_is_refused_while_the_first_one_starts(state: Path, printed: Callable[..., str]) -> None:
@@ -106,7 +97,7 @@ def test_second_up_is_refused_while_the_first_one_starts(state: Path, printed: C
 
 def test_down_ends_the_process_of_the_record_and_no_other(state: Path, printed: Callable[..., str]) -> None:
     assert "does not run" in printed("down")
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+    with subprocess.Popen(["sleep", "600"]) as child:
         try:
             process = psutil.Process(child.pid)
             record_up(state, process)
@@ -127,12 +118,8 @@ def test_taken_default_port_is_replaced_by_a_free_one(taken_port: int) -> None:
 
 
 def test_error_of_a_dead_service_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    thing = Service(
-        "thing",
-        [sys.executable, "-c", "print('no such table'); raise SystemExit(3)"],
-        tmp_path / "log",
-        ready="http://127.0.0.1:9",
-    )
+    command = ["sh", "-c", "echo no such table; exit 3"]
+    thing = Service("thing", command, tmp_path / "log", ready="http://127.0.0.1:9")
     thing.start()
     with pytest.raises(RuntimeError, match=r"thing ended with status 3; .*\n.*no such table"):
         thing.wait_ready(timeout=20)
@@ -141,24 +128,24 @@ def test_error_of_a_dead_service_shows_the_end_of_its_log(tmp_path: Path) -> Non
 @pytest.mark.full
 def test_stop_ends_grandchildren_that_ignore_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "STOP_TIMEOUT", 0.1)
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"
-    thing = Service("thing", [sys.executable, "-c", program], tmp_path / "log")
+    deaf = "trap '' TERM; echo up; sleep 60"
+    thing = Service("thing", ["sh", "-c", f'sh -c "{deaf}"; true'], tmp_path / "log")
     thing.start()
     assert thing.process is not None
     deadline = time.monotonic() + 20
     while "up" not in thing.log_tail() and time.monotonic() < deadline:
         time.sleep(0.05)
     family = psutil.Process(thing.process.pid).children(recursive=True)
-    assert len(family) == 1
+    assert family
     thing.stop()
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
 def test_service_is_restarted_until_max_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays = list[float]()
+    monkeypatch.setattr(child_process.time, "sleep", delays.append)
     monkeypatch.setattr(child_process, "MAX_RESTARTS", 2)
-    program = "print('began', flush=True); raise SystemExit(3)"
-    kept = Service("thing", [sys.executable, "-c", program], tmp_path / "log", _restarts=deque(maxlen=2))
+    kept = Service("thing", ["sh", "-c", "echo began; exit 3"], tmp_path / "log", _restarts=deque(maxlen=2))
     kept.start()
     num_restarts = 0
     with pytest.raises(RuntimeError, match="thing ended with status 3"):
@@ -166,7 +153,7 @@ def test_service_is_restarted_until_max_restarts(tmp_path: Path, monkeypatch: py
             assert kept.process is not None
             kept.process.wait()
             num_restarts += kept.restart_if_ended()
-    assert num_restarts == 2
+    assert num_restarts == 2 and delays == [0.0, 1.0]
     assert kept.log.read_text().count("began") == 3
 
 
@@ -179,11 +166,9 @@ def test_answers_accepts_4xx_and_rejects_5xx_and_silence(tmp_path: Path) -> None
             """Say nothing."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = {
-            code: child_process.http_answers(f"http://127.0.0.1:{server.server_port}/{code}")
-            for code in (401, 404, 500, 503)
-        }
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}"
+        found = {code: child_process.http_answers(f"{root}/{code}") for code in (404, 500)}
         server.shutdown()
-    assert found == {401: True, 404: True, 500: False, 503: False}
-    assert not child_process.http_answers(f"http://127.0.0.1:{server.server_port}/")
+    assert found == {404: True, 500: False}
+    assert not child_process.http_answers(root)

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -36,27 +37,20 @@ KEYS = RunKeys("r")
 
 
 class ScriptedTracking:
-    def __init__(self, *_: object) -> None:
+    """Tracking that records nothing but its end."""
+
+    def __init__(self) -> None:
         self.events: list[str] = []
         self.deliveries = [SimpleNamespace(name="MLflow", page=None, problem=None, num_waiting=lambda: 0)]
 
     def start(self) -> Self:
         return self
 
-    def record_missing_commits(self, store: Store, keys: RunKeys) -> None:
-        pass
-
-    def record_commit(self, key: str, commit: Commit) -> bool:
-        return True
-
-    def enqueue_metrics(self, *_: object, **__: object) -> None:
-        pass
-
-    def record_report(self, key: str, content: bytes) -> None:
-        pass
-
     def close(self, status: str, timeout: float) -> None:
         self.events.append(status)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: name == "record_commit"  # whether the commit is new
 
 
 class Client:
@@ -116,25 +110,18 @@ def drivers(world: SimpleNamespace) -> list[str]:
 def test_end_of_a_session_is_recorded_and_frees_the_run(
     world: SimpleNamespace, error: BaseException | None, raised: type[BaseException] | None, outcome: str, status: str
 ) -> None:
-    def run() -> None:
-        with open_session("train", world.config) as session:
-            assert len(drivers(world)) == 1 and session.run.num_rounds == 2
-            assert [end for _, end in read_starts(world.store, KEYS)] == [None]
-            if error is not None:
-                raise error
-
-    if raised is None:
-        run()
-    else:
-        with pytest.raises(raised):
-            run()
+    with pytest.raises(raised) if raised else nullcontext(), open_session("train", world.config) as session:
+        assert len(drivers(world)) == 1 and session.run.num_rounds == 2
+        assert [end for _, end in read_starts(world.store, KEYS)] == [None]
+        if error is not None:
+            raise error
     [(_, end)] = read_starts(world.store, KEYS)
     assert end is not None and end.outcome == outcome
     assert drivers(world) == [] and world.tracking.events == [status]
     assert (read_completion(world.store, KEYS) is not None) == (error is None)
 
 
-@pytest.mark.parametrize("name", ["tracked_run", "config_warnings", "Processes"])
+@pytest.mark.parametrize("name", ["tracked_run", "Processes"])
 def test_failure_while_a_session_is_opened_frees_the_run(
     world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -264,7 +251,6 @@ def test_a_resumed_run_says_how_many_rounds_it_has_and_how_it_ended(
 @pytest.mark.parametrize(
     ("error", "note"),
     [
-        (KeyboardInterrupt(), "train cancelled on request; it will rerun on resume"),
         (Preempted("SIGTERM"), "train cancelled on request; it will rerun on resume"),
         (ValueError("why\nmore"), "train failed (ValueError: why); its inputs will be restored"),
     ],
@@ -348,7 +334,7 @@ class Ahead:
                         schedule.requested = r + 1
 
 
-@pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 3), (1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("k", "n"), [(0, 3), (1, 1), (2, 2)])
 def test_rollouts_are_handed_over_in_order_within_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int, n: int
 ) -> None:

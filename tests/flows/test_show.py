@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -25,17 +26,26 @@ from penstock.storage.web.login import LoginGate, create_login, live_link, page_
 from tests.storage.made_run import config_of, make_run, write_data
 
 
-@pytest.fixture
-def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two stores below the working directory, with the runs `r` (6 rounds, two starts) and `s` (2 rounds)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    data = write_data(tmp_path / "data.jsonl")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two stores, with the runs `r` (6 rounds, two starts) and `s` (2 rounds). Read only."""
+    folder = tmp_path_factory.mktemp("made")
+    data = write_data(folder / "data.jsonl")
     for path, run, rounds in (("demo/store", "r", 6), ("other", "s", 2)):
-        store = Store(str(tmp_path / path))
+        store = Store(str(folder / path))
         keys = make_run(store, config_of(store, data, run), rounds=rounds, save=(2,), score=(2,))
         record_start(store, keys, Start(host="first", flow_run="http://127.0.0.1:4200/runs/1"))
         record_end(store, keys, record_start(store, keys, Start(host="second")), "FINISHED", None)
+    return folder
+
+
+@pytest.fixture
+def stores(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Copies of the stores in `made` below the working directory."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "160")
     return ["demo/store", "other"]
 
 
@@ -45,13 +55,6 @@ def test_runs_lists_every_store_around(stores: list[str], printed: Callable[...,
     assert first.startswith("store demo/store") and "\nr " in first and "\ns " in second
     out = printed("runs", "--store", "other")
     assert "\ns " in out and "demo/store" not in out
-
-
-def test_runs_without_a_store_around_says_how_to_make_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "no runs in" in printed("runs")
 
 
 def test_stores_are_found_below_and_above_but_not_in_hidden_directories(tmp_path: Path) -> None:
@@ -64,18 +67,21 @@ def test_stores_are_found_below_and_above_but_not_in_hidden_directories(tmp_path
     assert find_nearby_stores(tmp_path) == ["a/b/deep", "a/store"]
     inside = tmp_path / "a" / "store" / "runs" / "r"
     assert find_nearby_stores(inside) == [str(tmp_path / "a" / "store")]
-    assert (
-        names_no_store(["--json", "x"]) and not names_no_store(["--store=x"]) and not names_no_store(["--config", "f"])
-    )
+    assert names_no_store(["--json", "x"])
+    assert not names_no_store(["--store=x"]) and not names_no_store(["--config", "f"])
 
 
-def test_show_finds_the_store_of_a_run_and_draws_its_curves(stores: list[str], printed: Callable[..., str]) -> None:
+def test_show_finds_the_store_of_a_run_and_draws_its_curves(
+    stores: list[str], origin: str, printed: Callable[..., str]
+) -> None:
+    record_start(Store(stores[0]), RunKeys("r"), Start(host="third", flow_run=f"{origin}/runs/flow-run/mine"))
     out = printed("show", "r")
-    assert "6 of 9 rounds, finished; penstock resume r" in out and stores[0] in out
+    assert "6 of 9 rounds, its driver was killed; penstock resume r" in out and stores[0] in out
     rows = dict(line.split(maxsplit=1) for line in out.splitlines() if line.strip() and line[0] != " ")
     assert "->" in rows["reward"] and any(block in rows["reward"] for block in "▁▅█")
     assert "(version 2)" in rows["eval"] and rows["checkpoints"] == "2"
-    assert "on first, killed\n" in out and "4200" not in out and "on second, finished after 0:00" in out
+    assert "on first, killed\n" in out and ":4200" not in out and "on second, finished after 0:00" in out
+    assert f"on third, killed, {origin}/runs/flow-run/mine\n" in out
     assert "\x1b" not in out
 
 
@@ -114,12 +120,8 @@ def test_curve_and_its_text_fit_the_width() -> None:
 
 
 def test_curves_of_many_rounds_are_moving_averages() -> None:
-    commits = [
-        Commit(
-            kind="rollout", index=r, policy_version=r, summary={"rollout/raw_reward": float(r % 2)}, seconds={"r": r}
-        )
-        for r in range(40)
-    ]
+    rewards = [{"rollout/raw_reward": float(r % 2)} for r in range(40)]
+    commits = [Commit(kind="rollout", index=r, summary=rewards[r], seconds={"r": r}) for r in range(40)]
     rows = curve_rows(commits, {})
     assert {*rows["reward"].numbers} == {0.5} and rows["reward"].texts[0] == "0.500 -> 0.500  (averages of 4 rounds)"
     assert rows["seconds"].numbers[0] == 1.5 and rows["seconds"].numbers[-1] == 37.5
@@ -145,7 +147,7 @@ def origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     page_link.cache_clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -162,7 +164,6 @@ def dead_origin() -> str:
         ("{live}/runs/flow-run/other", False),
         ("{dead}/runs/flow-run/mine", False),
         ("http://127.0.0.1:bad/runs/flow-run/mine", False),
-        ("http://[::1/runs/flow-run/mine", False),
         ("mine", False),
         ("", False),
     ],
@@ -180,12 +181,6 @@ def test_show_links_to_a_present_server_that_shows_the_flow_run_of_an_earlier_on
     start = Start(host="h", flow_run=recorded.format(dead=dead_origin()))
     assert link_of_start(start) == f"{origin}/open#/runs/flow-run/mine"
     assert link_of_start(Start(host="h", flow_run="another")) == ""
-
-
-def test_show_links_to_the_page_of_a_start(stores: list[str], origin: str, printed: Callable[..., str]) -> None:
-    store = Store(stores[0])
-    record_start(store, RunKeys("r"), Start(host="third", flow_run=f"{origin}/runs/flow-run/mine"))
-    assert f"on third, killed, {origin}/runs/flow-run/mine\n" in printed("show", "r")
 
 
 def test_link_is_left_out_if_its_server_does_not_answer_or_is_another(origin: str) -> None:

@@ -1,9 +1,8 @@
-"""A plug-in package written for slime runs unchanged on real engines, and all trackers show the same numbers."""
+"""A plug-in package written for slime runs unchanged on real engines, and its metrics are tracked."""
 
 from __future__ import annotations
 
 import json
-import socket
 import sqlite3
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from penstock_command import penstock
 
+from penstock.engines.network import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_samples, read_trained_tokens
@@ -103,19 +103,8 @@ from slime.utils.logging_utils import log
 def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
     log(args, {"mine/responses": len({sample.response for sample in samples})}, step_key="rollout/step")
     return False
-
-
-def log_eval_rollout_data(rollout_id, args, data, extra_metrics):
-    for name, results in data.items():
-        extra_metrics[f"mine/{name}"] = len(results["rewards"])
-    return False
 """,
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Scraper(threading.Thread):
@@ -134,46 +123,16 @@ class Scraper(threading.Thread):
                 time.sleep(0.1)
 
 
-def points_of_mlflow(database: Path) -> dict[tuple[str, int], float]:
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute(
-            "select m.key, m.step, m.value from metrics m join runs r using (run_uuid) where r.name = 'r' "
-            "and not m.is_nan"
-        ).fetchall()
-    return {(name, step): value for name, step, value in rows}
-
-
-def points_of_tensorboard(directory: Path) -> dict[tuple[str, int], float]:
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    [run] = [path for path in directory.iterdir() if path.is_dir()]
-    events = EventAccumulator(str(run), size_guidance={SCALARS: 0})
-    events.Reload()
-    return {(tag, event.step): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
-
-
-def points_of_wandb(directory: Path) -> dict[tuple[str, int], float]:
-    from penstock.storage.tracking.wandb import RECORD, STEP
-    from tests.storage.wandb_files import read_history
-
-    [path] = directory.glob("wandb/offline-run-*/run-*.wandb")
-    rows = read_history(directory, path.stem.removeprefix("run-"))
-    return {
-        (name, row[STEP]): value for row in rows for name, value in row.items() if name not in (RECORD, STEP, "_step")
-    }
-
-
 @pytest.mark.integration
-def test_package_for_slime_runs_unchanged_and_trackers_agree(
+def test_package_for_slime_runs_unchanged_and_its_metrics_are_tracked(
     prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("wandb.sdk")
     package = tmp_path / "my_plugins"
     package.mkdir()
     for name, text in FILES.items():
         (package / name).write_text(text)
     data = make_tiny_data(tmp_path / "data")
-    scraper = Scraper(free_port())
+    scraper = Scraper(reserve_free_port())
     words = f"""
         --run r --store {tmp_path / "store"} --hf-checkpoint {tiny_model} --prompt-data {data["train"]} --num-rollout 2
         --prompt-key prompt --label-key label --apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 2
@@ -184,12 +143,11 @@ def test_package_for_slime_runs_unchanged_and_trackers_agree(
         --custom-rollout-log-function-path my_plugins.logs.log_rollout_data
         --custom-reward-post-process-path my_plugins.train.post_process
         --rollout-data-postprocess-path my_plugins.train.postprocess
-        --use-tensorboard --tb-dir {tmp_path / "tb"} --use-wandb --wandb-mode offline --wandb-dir {tmp_path}
         --mlflow-tracking-uri sqlite:///{tmp_path / "mlflow.db"} --prometheus-port {scraper.port}
         --log-format json
     """.split()
     scraper.start()
-    result = penstock("train", *words, env=prefect_api | {"WANDB_SILENT": "true"}, cwd=tmp_path)
+    result = penstock("train", *words, env=prefect_api, cwd=tmp_path)
     scraper.done.set()
 
     store, keys = Store(str(tmp_path / "store")), RunKeys("r")
@@ -209,13 +167,9 @@ def test_package_for_slime_runs_unchanged_and_trackers_agree(
     replayed = penstock("replay", "r", "--store", str(tmp_path / "store"), env=prefect_api, cwd=tmp_path)
     assert "2 of 2 rounds are equal bit for bit" in replayed.stdout
 
-    own = points_of_mlflow(tmp_path / "mlflow.db")
-    assert ("train/loss", 1) in own and ("mine/responses", 0) in own
-    for points in (points_of_tensorboard(tmp_path / "tb"), points_of_wandb(tmp_path)):
-        names = {name for name, _ in own if name.startswith(("rollout/", "train/", "mine/", "perf/"))}
-        for point in (point for point in own if point[0] in names):
-            assert points[point] == pytest.approx(own[point], rel=1e-6), point
-        assert {point for point in points if point[0] in names} <= own.keys()
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        rows = database.execute("select m.key, m.step from metrics m join runs r using (run_uuid) where r.name = 'r'")
+        assert {("train/loss", 1), ("mine/responses", 0)} <= set(rows)
 
     for name in ("train_loss", "perf_actor_train_tok_per_s", "system_cpu_utilization", "system_system_memory", "round"):
         assert f"penstock_{name}" in scraper.text, scraper.text

@@ -114,7 +114,7 @@ def test_policy_published_before_any_weights_is_left_to_the_start_of_the_engines
     set_evaluated(engines.turns, 3)
     engines.turns.schedule.trained = 4
     engines.publish_in_flight(4)
-    assert pool.updates == []
+    assert pool.updates == [] and engines.turns.schedule.in_engines is None
     set_evaluated(engines.turns, None)
     pool.may_serve.set()
     stream = Stream(engines)
@@ -180,11 +180,6 @@ def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_
     stream.end()
 
 
-def test_weights_are_not_sent_without_a_stream(engines: PolicyEngines, pool: ScriptedPool) -> None:
-    engines.publish_in_flight(3)
-    assert pool.updates == [] and engines.turns.schedule.in_engines is None
-
-
 def test_evaluation_waits_for_the_one_before_without_a_stream(engines: PolicyEngines, pool: ScriptedPool) -> None:
     """Regression test: the evaluation after the last round failed if an earlier one still shared the engines."""
     pool.may_serve.set()
@@ -193,7 +188,7 @@ def test_evaluation_waits_for_the_one_before_without_a_stream(engines: PolicyEng
         same.join(HANG)
         assert results == [URLS]
         other, results = evaluate(engines, 4)
-        other.join(0.3)
+        other.join(0.05)
         assert other.is_alive() and results == []
     other.join(HANG)
     assert results == [URLS] and pool.updates == ["run/3", "run/4"]
@@ -211,9 +206,3 @@ def test_trainer_is_not_restored_for_an_evaluation_beside_it(
     with engines.for_evaluation(3):
         pass
     assert rewinds == [True, False]
-
-
-def test_wait_for_an_evaluation_can_be_limited(engines: PolicyEngines) -> None:
-    set_evaluated(engines.turns, 3)
-    engines.turns.wait_until(lambda schedule: schedule.evaluated is None, timeout=0.01)
-    assert engines.turns.schedule.evaluated == 3

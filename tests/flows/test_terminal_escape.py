@@ -29,25 +29,19 @@ from tests.storage import made_run
 
 SEQUENCES = {
     "title": "\x1b]0;owned\x07",
-    "title ended by ST": "\x1b]2;owned\x1b\\",
     "clear screen": "\x1b[2J\x1b[H",
     "hidden text": "\x1b[8mhidden\x1b[0m",
     "colour": "\x1b[31mred",
     "link": "\x1b]8;;http://evil.example\x1b\\safe\x1b]8;;\x1b\\",
     "clipboard": "\x1b]52;c;cm0gLXJm\x07",
-    "device status": "\x1b[6n",
     "reset": "\x1bc",
     "DCS": "\x1bP$q\x1b\\",
     "C1 CSI": "\x9b2J",
     "C1 OSC": "\x9d0;owned\x9c",
     "carriage return": "true\rfalse",
     "backspace": "abc\b\b\bxyz",
-    "bell": "\x07",
-    "form feed": "\x0c\x0b",
     "NUL and DEL": "\x00\x7f",
     "right-to-left override": "\u202egnp.exe",
-    "isolates": "\u2066\u2067\u2068\u2069",
-    "marks": "\u200e\u200f\u061c",
     "invisible": "\u200b\u2060\ufeff\xad",
     "tags": "\U000e0041\U000e0042",
     "line separators": "\u2028\u2029\x85",
@@ -181,23 +175,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     "words, shows",
     [
         (["samples", "r"], True),
-        (["samples", "r", "--worst", "--limit", "1"], True),
         (["samples", "r", "--prompt", "0"], True),
-        (["samples", "r", "--eval", "sums"], True),
         (["samples", "r", "--json"], True),
         (["query", "select response, prompt from samples"], True),
         (["query", "select response from samples", "--format", "json"], True),
-        (["query", "select response from samples", "--format", "jsonl"], True),
-        (["query", f"select '{EVIL[:-1]}' as x"], True),
         (["query", f"select {EVIL[:-1]}"], False),
         (["show", "r"], False),
         (["show", EVIL], False),
         (["samples", "r", "--grep", f"({EVIL[:-1]}"], False),
         (["lineage", "r"], False),
-        (["runs"], False),
-        (["verify", "r"], False),
-        (["show", "r", "--cost"], False),
-        (["samples", "r", f"--{EVIL}"], False),
         ([EVIL], False),
     ],
     ids=lambda value: escape_controls(" ".join(value))[:60] if isinstance(value, list) else "",
@@ -211,14 +197,11 @@ def test_no_command_prints_a_control_character(
     assert captured.out + captured.err and (not shows or SEEN in captured.out)
 
 
-def test_json_of_samples_has_the_exact_text(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["samples", "r", "--limit", "1", "--json", "--store", store.root]) == 0
-    assert json.loads(capsys.readouterr().out)["response"] == EVIL.replace("\ud83d", "")
-
-
-def test_csv_in_a_file_has_the_exact_text_and_on_a_terminal_is_escaped(
+def test_json_and_csv_in_a_file_have_the_exact_text_and_csv_on_a_terminal_is_escaped(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert cli.main(["samples", "r", "--limit", "1", "--json", "--store", store.root]) == 0
+    assert json.loads(capsys.readouterr().out)["response"] == EVIL.replace("\ud83d", "")
     words = ["query", "select response from samples limit 1", "--format", "csv", "--store", store.root]
     assert cli.main(words) == 0
     assert SEQUENCES["title"] in capsys.readouterr().out
@@ -230,7 +213,8 @@ def test_csv_in_a_file_has_the_exact_text_and_on_a_terminal_is_escaped(
 def test_an_error_and_its_traceback_are_escaped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for error in (OptionError(EVIL), RuntimeError(EVIL), OSError(2, EVIL, EVIL), KeyError(EVIL)):
+    before = (sys.stdout, sys.stderr)
+    for error in (OptionError(EVIL), RuntimeError(EVIL), OSError(2, EVIL, EVIL)):
 
         def fail(argv: list[str], error: Exception = error) -> int:
             raise error
@@ -239,12 +223,7 @@ def test_an_error_and_its_traceback_are_escaped(
         assert cli.main(["runs", "--verbose"]) in (1, 2)
         captured = capsys.readouterr()
         assert SEEN in captured.err and not controls(captured.out + captured.err)
-
-
-def test_streams_are_restored_after_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    before = (sys.stdout, sys.stderr)
-    cli.main(["--version"])
-    assert (sys.stdout, sys.stderr) == before
+    assert (sys.stdout, sys.stderr) == before, "the streams are restored"
 
 
 def test_only_the_escaping_console_is_constructed_in_the_product() -> None:

@@ -87,7 +87,7 @@ def health_server() -> Iterator[str]:
             """Print nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()

@@ -57,52 +57,32 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "train.jsonl"
 
 
-def train(model: Path, data: Path, store: Path, *words: str, environment: dict[str, str]) -> list[Commit]:
-    """Train two rounds and return the commits of the rollouts."""
-    flags = f"""
-        --run vision --store {store} --hf-checkpoint {model} --lr 1e-3 --num-rollout 2 --rm-type random
-        --prompt-data {data} --input-key prompt --label-key label --apply-chat-template
-        --rollout-batch-size 4 --n-samples-per-prompt 4 --no-report --trainer-threads 1
-    """
-    penstock("train", *flags.split(), "--multimodal-keys", '{"image": "images"}', *words, env=environment)
-    commits = [Store(str(store)).committed(RunKeys("vision").rollout_prefix(number)) for number in (0, 1)]
-    return [commit for commit in commits if commit is not None]
-
-
-def gaps(store: Path) -> list[float]:
-    steps = [Store(str(store)).committed(RunKeys("vision").step_prefix(number)) for number in (0, 1)]
-    return [step.summary["train/train_rollout_logprob_abs_diff"] for step in steps if step is not None]
-
-
-def counts(store: Path, commit: Commit) -> set[tuple[int, int]]:
+def counts(store: Store, commit: Commit) -> set[tuple[int, int]]:
     """Return the numbers of images and image tokens of the samples, except those that failed because the random model
     generated an image token."""
-    samples = read_samples(Store(str(store)), commit)
+    samples = read_samples(store, commit)
     used = [sample for sample in samples if sample.status is not Status.FAILED]
     assert len(used) >= len(samples) / 2
     assert all("contains image tokens" in each.metadata["error"] for each in samples if each.status is Status.FAILED)
     return {(len(sample.images), sample.token_ids.count(IMAGE_TOKEN)) for sample in used}
 
 
-def test_trainer_and_engine_agree_about_pictures_and_a_replay_gives_the_same_bits(
-    model: Path, data: Path, tmp_path: Path, prefect_api: dict[str, str]
-) -> None:
-    words = ["--no-freeze-vision", "--rollout-max-response-len", "12"]
-    commits = train(model, data, tmp_path / "store", *words, environment=prefect_api)
-    assert len(gaps(tmp_path / "store")) == 2 and max(gaps(tmp_path / "store")) < GAP
-    for commit in commits:
-        assert len(commit.blobs) == 4
-        assert counts(tmp_path / "store", commit) == {(1, 4)}
-    for command in ("verify", "replay"):
-        penstock(command, "vision", "--store", str(tmp_path / "store"), env=prefect_api)
-
-
-def test_a_picture_in_a_later_turn_is_seen_by_trainer_and_engine(
+def test_a_picture_in_a_later_turn_is_seen_by_trainer_and_engine_and_replayed(
     model: Path, data: Path, tmp_path: Path, prefect_api: dict[str, str]
 ) -> None:
     (tmp_path / "turns.py").write_text(TURNS)
-    words = ["--custom-generate-function-path", str(tmp_path / "turns.py"), "--check-weight-update-equal"]
-    words += ["--rollout-max-response-len", "24"]
-    commits = train(model, data, tmp_path / "store", *words, environment=prefect_api)
-    assert len(gaps(tmp_path / "store")) == 2 and max(gaps(tmp_path / "store")) < GAP
-    assert counts(tmp_path / "store", commits[1]) == {(2, 4 + 6)}
+    store, keys = Store(str(tmp_path / "store")), RunKeys("vision")
+    flags = f"""
+        --run vision --store {store.root} --hf-checkpoint {model} --lr 1e-3 --num-rollout 2 --rm-type random
+        --prompt-data {data} --input-key prompt --label-key label --apply-chat-template
+        --rollout-batch-size 4 --n-samples-per-prompt 4 --no-report --trainer-threads 1 --no-freeze-vision
+        --custom-generate-function-path {tmp_path / "turns.py"} --check-weight-update-equal
+        --rollout-max-response-len 24
+    """
+    penstock("train", *flags.split(), "--multimodal-keys", '{"image": "images"}', env=prefect_api)
+    for number in range(2):
+        rollout, step = store.committed(keys.rollout_prefix(number)), store.committed(keys.step_prefix(number))
+        assert rollout is not None and rollout.blobs
+        assert step is not None and step.summary["train/train_rollout_logprob_abs_diff"] < GAP
+    assert counts(store, rollout) == {(2, 4 + 6)}
+    penstock("replay", "vision", "--store", store.root, env=prefect_api)

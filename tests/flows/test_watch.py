@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,14 +38,36 @@ KEYS = RunKeys("r")
 needs_browser = pytest.mark.skipif(installed_browser() is None, reason="no chromium or google-chrome on this machine")
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with the run `r`: two rounds, an evaluation."""
-    for module, name in ((live, "RECORDS_SECONDS"), (run_status, "LISTING_SECONDS"), (watch, "LIST_SECONDS")):
-        monkeypatch.setattr(module, name, 0.0)
-    store = Store(str(tmp_path / "store"))
-    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 2, score=(0,))
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.integration(needs_browser(test))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_delay() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((live, "RECORDS_SECONDS"), (run_status, "LISTING_SECONDS"), (watch, "LIST_SECONDS")):
+            patch.setattr(module, name, 0.0)
+        yield
+
+
+def make_store(folder: Path) -> Store:
+    """Make a store with the run `r`: two rounds, an evaluation."""
+    store = Store(str(folder / "store"))
+    make_run(store, config_of(store, write_data(folder / "data.jsonl")), 2, score=(0,))
     return store
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store that no test changes."""
+    return make_store(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def store(made: Store, tmp_path: Path) -> Store:
+    """A copy of `made`, beside a copy of its data."""
+    shutil.copytree(Path(made.root).parent, tmp_path, dirs_exist_ok=True)
+    return Store(str(tmp_path / "store"))
 
 
 def write_status(store: Store, **fields: Any) -> None:
@@ -108,19 +131,18 @@ def test_list_has_all_runs_of_all_stores(store: Store, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path, query",
     [
-        ("api/run", {"run": "../r"}), ("api/run", {"run": "ghost"}), ("api/run", {}), ("api/run", {"run": ""}),
+        ("api/run", {"run": "../r"}), ("api/run", {"run": "ghost"}), ("api/run", {}),
         ("api/run", {"run": "r", "store": "1"}), ("api/run", {"run": "r", "store": "-1"}),
-        ("api/run", {"run": "r", "store": "x"}), ("api/samples", {"run": "ghost"}),
-        ("api/run", {"run": "r/rollouts"}), ("../page.py", {}), ("page.py", {}), ("report.js", {}), ("/etc/passwd", {}),
-        ("..%2fpage.py", {}), ("static/../page.css", {}), ("api", {}),
+        ("api/run", {"run": "r", "store": "x"}), ("api/samples", {"run": "ghost"}), ("../page.py", {}), ("page.py", {}),
+        ("/etc/passwd", {}), ("..%2fpage.py", {}), ("static/../page.css", {}), ("api", {}),
     ],
 )  # fmt: skip
-def test_nothing_but_the_pages_and_the_runs_is_served(store: Store, path: str, query: dict[str, str]) -> None:
-    assert WatchedRuns([store]).respond(path, query) is None
+def test_nothing_but_the_pages_and_the_runs_is_served(made: Store, path: str, query: dict[str, str]) -> None:
+    assert WatchedRuns([made]).respond(path, query) is None
 
 
-def test_samples_are_those_of_the_newest_rollout(store: Store) -> None:
-    pages = WatchedRuns([store])
+def test_samples_are_those_of_the_newest_rollout(made: Store) -> None:
+    pages = WatchedRuns([made])
     assert ask(pages, "api/run", run="r")["header"]["newest_rollout"] == 1
     samples = ask(pages, "api/samples", run="r")
     assert samples["round"] == 1 and samples["num_samples"] == 6 and samples["statuses"][1] == "completed"
@@ -150,13 +172,6 @@ def test_link_is_printed_to_a_terminal_and_otherwise_written_to_a_private_file(
     assert terminal.getvalue().startswith("watch  http://127.0.0.1:") and "/open/" in terminal.getvalue()
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
-    monkeypatch.setattr(watch, "time", clock)
-    return clock
-
-
 class FakeClock:
     """The time module of `penstock watch`. `at`: what happens after that many seconds of sleep."""
 
@@ -169,6 +184,13 @@ class FakeClock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.at.pop(self.now, lambda: None)()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(watch, "time", clock)
+    return clock
 
 
 def test_run_that_was_just_started_is_awaited(
@@ -228,16 +250,7 @@ def test_panel_shows_a_run_of_another_process(store: Store) -> None:
     remote.refresh()
     text = "\n".join(line.plain for line in remote.panel.render(100, 40))
     assert remote.state.kind == "running"
-    for part in (
-        "2/9 rounds",
-        "rollout, round 3: samples",
-        "3/8",
-        "reward",
-        "sums 0.000",
-        "GPU 90%",
-        "2 engines",
-        "a response",
-    ):
+    for part in ("2/9 rounds", "rollout, round 3: samples", "3/8", "sums 0.000", "GPU 90%", "2 engines", "a response"):
         assert part in text
     write_status(store, phase="stopping trainer and engines")
     remote.refresh()
@@ -260,14 +273,22 @@ def test_terminal_ends_with_the_run(store: Store, monkeypatch: pytest.MonkeyPatc
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def opened(store: Store) -> Iterator[Page]:
-    """The page of a run that is running, whose newest round has hostile samples, opened by its link."""
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store whose run is running and has hostile samples in its newest round."""
+    store = make_store(tmp_path_factory.mktemp("watched"))
     lease = Lease(store, new_driver_lease_key(KEYS)).take()
     record_start(store, KEYS, Start())
     commit_hostile_round(store, 2)
     write_status(store, **running_status())
-    with PageServer(WatchedRuns([store]).respond) as server, browser() as page:
+    yield store
+    lease.release()
+
+
+@pytest.fixture(scope="module")
+def page_of_run(watched: Store) -> Iterator[Page]:
+    """The page of the run, opened by its link. At the end, check that it had no errors and requested nothing else."""
+    with PageServer(WatchedRuns([watched]).respond) as server, browser() as page:
         for domain in ("Runtime", "Network", "Log"):
             page.call(f"{domain}.enable")
         page.open(server.link("run=r"))
@@ -282,7 +303,13 @@ def opened(store: Store) -> Iterator[Page]:
         own = [url for url in requests if url.startswith(f"{origin}{server.directory}")]
         rest = {url for url in requests if url not in own and not url.startswith("data:")}
         assert rest == {server.link("run=r")} and page.evaluate("window.attacked") is None
-    lease.release()
+
+
+@pytest.fixture
+def opened(watched: Store, page_of_run: Page) -> Page:
+    """The page of `watched`, whose status is new: an old one is that of a silent run."""
+    write_status(watched, **running_status())
+    return page_of_run
 
 
 def commit_hostile_round(store: Store, r: int) -> None:
@@ -306,8 +333,7 @@ def text_of(page: Page, selector: str) -> str:
     return page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_page_shows_what_happens_now(opened: Page) -> None:
     now = text_of(opened, "#now")
     assert "train" not in now and now.count("rollout") == 1
@@ -321,36 +347,14 @@ def test_page_shows_what_happens_now(opened: Page) -> None:
     assert "engine 0 5, engine 1 2" in text_of(opened, "#machine")
 
 
-@pytest.mark.integration
-@needs_browser
-def test_text_without_an_activity_agrees_with_the_requests(opened: Page, store: Store) -> None:
-    write_status(store, **running_status(activities=[]))
-    opened.wait_for("document.querySelector('#now').innerText.includes('the engines generate')")
-    assert "between two stages" not in text_of(opened, "#now") and "6 requests running" in text_of(opened, "#now")
-    write_status(store, **running_status(activities=[], series={}))
-    opened.wait_for("document.querySelector('#now').innerText.includes('between two stages')")
-
-
-@pytest.mark.integration
-@needs_browser
-def test_run_without_gpus_generates_tokens_per_engine_process(opened: Page, store: Store) -> None:
-    write_status(store, **running_status(lanes=[{"name": "engine 0", "group": "engines", "devices": "CPU"}]))
-    opened.wait_for("document.querySelector('#header').innerText.includes('tokens/s generated, per engine process')")
-    assert "generated, per engine process" in text_of(opened, "#speed") and "GPU" not in text_of(opened, "#speed")
-
-
-@pytest.mark.integration
-@needs_browser
-@pytest.mark.parametrize(
-    "title, most", [("CPU", "=== 100"), ("GPU use", "=== 100"), ("Memory", "> 4"), ("GPU memory", "> 60")]
-)
+@in_browser
+@pytest.mark.parametrize("title, most", [("CPU", "=== 100"), ("GPU memory", "> 60")])
 def test_axis_of_the_machine_begins_at_zero(opened: Page, title: str, most: str) -> None:
     plot = f"[...plots].find((plot) => plot.root.closest('figure')?.querySelector('b').innerText === '{title}')"
     opened.wait_for(f"{plot}.scales.y.min === 0 && {plot}.scales.y.max {most}")
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colour_of_offload_differs_visibly_from_that_of_train(opened: Page, scheme: str) -> None:
     opened.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -362,8 +366,7 @@ def test_colour_of_offload_differs_visibly_from_that_of_train(opened: Page, sche
     assert math.dist(offload, train) > 150
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_each_engine_and_the_trainer_have_a_lane(opened: Page) -> None:
     press = "document.querySelector('#lanes .plot').dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}))"
     opened.evaluate(press % "Home")
@@ -380,15 +383,14 @@ def test_each_engine_and_the_trainer_have_a_lane(opened: Page) -> None:
     assert "Engines and trainer have GPUs of their own." in text_of(opened, "#lanes")
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_hostile_text_is_shown_as_text(opened: Page) -> None:
     opened.evaluate("document.querySelector('#samples').scrollIntoView()")
     opened.wait_for("document.querySelectorAll('#samples .card').length === 6")
     assert HOSTILE.replace("\u2028", "") in text_of(opened, "#samples").replace("\n", "").replace("\u2028", "")
     assert "the gradient is zero </script><img" in text_of(opened, "#messages .warnings")
     assert opened.evaluate("document.querySelector('main img, main script')") is None
-    time.sleep(0.2)  # an injected image would have failed to load by now; `opened` checks that none did
+    time.sleep(0.2)  # an injected image would have failed to load by now; `page_of_run` checks that none did
     assert "among the best: reward 0.875" in text_of(opened, "#samples")
     colours = "[...document.querySelectorAll('#samples .token')].slice(0, 3).map(node => node.style.backgroundColor)"
     by_logprob = opened.evaluate(colours)
@@ -401,33 +403,50 @@ def test_hostile_text_is_shown_as_text(opened: Page) -> None:
     assert by_mask[0] == "transparent" and by_mask[1] == by_mask[2] != "transparent"
 
 
-@pytest.mark.integration
-@needs_browser
-def test_page_follows_the_run_and_sees_its_end(opened: Page, store: Store, tmp_path: Path) -> None:
-    commit_hostile_round(store, 3)
-    config = config_of(store, tmp_path / "data.jsonl")
-    score_one(store, KEYS, config, 3, reward=0.5)
-    record_end(store, KEYS, 0, "FAILED")
-    opened.wait_for("document.querySelector('h1 .state').innerText === 'ended'")
-    opened.wait_for("document.querySelector('#learning').innerText.includes('policy version 3: sums 0.5')")
-    assert "has failed" in text_of(opened, "#now") and "penstock resume r" in text_of(opened, "#now")
-    assert "4 of 9" in text_of(opened, "#header") and "round 3: reward" in text_of(opened, "#learning")
-
-
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_page_fits_a_phone(opened: Page) -> None:
     opened.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
     opened.wait_for("innerWidth <= 390")
     opened.wait_for("document.querySelector('#learning canvas').clientWidth < 370")
     assert opened.evaluate("document.documentElement.scrollWidth") <= 390
+    opened.call("Emulation.clearDeviceMetricsOverride")
 
 
-@pytest.mark.integration
-@needs_browser
+@in_browser
 def test_list_of_runs_links_to_the_run(opened: Page) -> None:
     opened.evaluate("document.querySelector('#header a').click()")
     opened.wait_for("document.querySelectorAll('main tbody tr').length === 1")
     opened.evaluate("document.querySelector('main tbody a').click()")
     opened.wait_for("document.documentElement.dataset.ready === 'run'")
     assert text_of(opened, "h1").startswith("r")
+
+
+@in_browser
+def test_texts_follow_requests_and_devices(opened: Page, watched: Store) -> None:
+    """After the tests that only read the page."""
+
+    def refresh(**fields: Any) -> None:
+        write_status(watched, **running_status(**fields))
+        opened.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the page does not wait for its timer
+
+    refresh(activities=[])
+    opened.wait_for("document.querySelector('#now').innerText.includes('the engines generate')")
+    assert "between two stages" not in text_of(opened, "#now") and "6 requests running" in text_of(opened, "#now")
+    refresh(activities=[], series={})
+    opened.wait_for("document.querySelector('#now').innerText.includes('between two stages')")
+    refresh(lanes=[{"name": "engine 0", "group": "engines", "devices": "CPU"}])
+    opened.wait_for("document.querySelector('#header').innerText.includes('tokens/s generated, per engine process')")
+    assert "generated, per engine process" in text_of(opened, "#speed") and "GPU" not in text_of(opened, "#speed")
+
+
+@in_browser
+def test_page_follows_the_run_and_sees_its_end(opened: Page, watched: Store) -> None:
+    """The last test of the page: the run ends."""
+    commit_hostile_round(watched, 3)
+    config = config_of(watched, Path(watched.root).with_name("data.jsonl"))
+    score_one(watched, KEYS, config, 3, reward=0.5)
+    record_end(watched, KEYS, 0, "FAILED")
+    opened.wait_for("document.querySelector('h1 .state').innerText === 'ended'")
+    opened.wait_for("document.querySelector('#learning').innerText.includes('policy version 3: sums 0.5')")
+    assert "has failed" in text_of(opened, "#now") and "penstock resume r" in text_of(opened, "#now")
+    assert "4 of 9" in text_of(opened, "#header") and "round 3: reward" in text_of(opened, "#learning")
