@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ import torch
 
 from penstock.engines.sglang.weight_update import FlatBucket
 from penstock.flows.commands import maintenance
+from penstock.stages.train import actor
+from penstock.stages.train.actor import TrainActor
 
 SHM = Path("/dev/shm")
 TOTAL = 1000 * (128 + 63)  # sum of the bytes of 1000 times 1.0 as float32
@@ -64,28 +64,22 @@ def is_killed(process: Receiver) -> None:
     process.communicate()
 
 
-@pytest.mark.parametrize("ends", [[is_killed, reads_and_closes], []], ids=len)
-def test_shared_file_is_gone_and_receivers_still_read(
-    bucket: FlatBucket, ends: list[Callable[[Receiver], None]]
-) -> None:
-    receivers = [receive(bucket) for _ in ends]
+def test_shared_file_is_gone_when_the_bucket_is_freed_and_a_receiver_still_reads(bucket: FlatBucket) -> None:
+    killed, closed, reading = (receive(bucket) for _ in range(3))
     bucket.serialize()  # for a server that has the adapter already, and opens nothing
     assert len(own_files()) == 1
+    is_killed(killed)
+    reads_and_closes(closed)
     bucket.free()
     assert own_files() == []
-    for receiver, end in zip(receivers, ends, strict=True):
-        end(receiver)
+    reads_and_closes(reading)
     assert own_files() == []
 
 
-def test_receivers_that_end_before_the_bucket_is_freed(bucket: FlatBucket) -> None:
-    for end in (is_killed, reads_and_closes):
-        end(receive(bucket))
-    bucket.free()
-    assert own_files() == []
-
-
-def test_bucket_that_is_not_shared_is_freed(bucket: FlatBucket) -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_bucket_without_receivers_is_freed(bucket: FlatBucket, is_shared: bool) -> None:
+    if is_shared:
+        bucket.serialize()
     bucket.free()
     assert own_files() == [] and not hasattr(bucket, "flat")
 
@@ -111,25 +105,10 @@ def test_old_tensor_of_a_dead_process_is_residue(name: str, age: float, is_resid
     assert [maintenance.remove_residue(entry) for entry in found] == [True] * is_residue
 
 
-def test_rendezvous_file_of_a_killed_rank_is_removed_with_its_directory() -> None:
-    tmp_path = Path(tempfile.mkdtemp())  # short: below a long path, sockets would be in /tmp
-    program = """
-from pathlib import Path
-from penstock.stages.train.actor import TrainActor
-url = TrainActor.open_rendezvous(object.__new__(TrainActor), one_node=True)
-Path(url.removeprefix("file://")).write_text("x")
-print(url, flush=True)
-input()
-"""
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as rank:
-        assert rank.stdout is not None
-        file = Path(rank.stdout.readline().strip().removeprefix("file://"))
-        assert file.parent.parent == tmp_path and file.exists()
-        assert maintenance.find_files_of_dead_processes(tmp_path, shm=tmp_path) == []
-        rank.kill()
-    [entry] = maintenance.find_files_of_dead_processes(tmp_path, shm=tmp_path)
-    assert maintenance.remove_residue(entry) and not file.exists()
-    tmp_path.rmdir()  # it is empty
+def test_ranks_of_one_node_meet_at_a_file_that_ends_with_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_scratch.py` kills the owner of a temporary directory."""
+    monkeypatch.setattr(actor, "own_temp_directory", lambda: tmp_path)
+    first, second = (TrainActor.open_rendezvous(object.__new__(TrainActor), one_node=True) for _ in range(2))
+    assert first != second and Path(first.removeprefix("file://")).parent == tmp_path
