@@ -37,15 +37,7 @@ def share_of_freed_main_params(engine: Any) -> float:
     return sum(param.numel() for param in freed) / sum(param.numel() for param in params)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fraction"),
-    [
-        pytest.param("fp32", 1.0, marks=pytest.mark.full),
-        ("fp32", 0.4),
-        pytest.param("bf16", 1.0, marks=pytest.mark.full),
-        pytest.param("bf16", 0.4, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "fraction"), [("fp32", 0.4), pytest.param("bf16", 1.0, marks=pytest.mark.full)])
 def test_offloaded_state_gives_the_same_results(
     dtype: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,21 +122,19 @@ def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "overrides"),
+    ("shape", "dtype", "overrides"),
     [
-        (SHAPE, {**FULL, "recompute_method": "block", "recompute_num_layers": 3}),
-        (SHAPE, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
-        (MIXTURE, FULL),
-        (MIXTURE, {**SELECTIVE, "recompute_modules": ["moe", "core_attn"]}),
-        (MIXTURE, {**SELECTIVE, "recompute_modules": ["shared_experts"]}),
-        (MIXTURE, {**SELECTIVE, "recompute_modules": ["moe_act", "mlp"], "moe_grouped_gemm": True}),
-        (LATENT, {**FULL, "recompute_num_layers": 2}),
-        (LATENT, SELECTIVE),
-        (LATENT, {**SELECTIVE, "recompute_modules": ["mla_up_proj"]}),
+        (SHAPE, "fp32", {**FULL, "recompute_method": "block", "recompute_num_layers": 3}),
+        (SHAPE, "bf16", {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
+        (MIXTURE, "bf16", FULL),
+        (MIXTURE, "fp32", {**SELECTIVE, "recompute_modules": ["moe", "core_attn"]}),
+        (MIXTURE, "bf16", {**SELECTIVE, "recompute_modules": ["shared_experts"]}),
+        (MIXTURE, "fp32", {**SELECTIVE, "recompute_modules": ["moe_act", "mlp"], "moe_grouped_gemm": True}),
+        (LATENT, "bf16", {**FULL, "recompute_num_layers": 2}),
+        (LATENT, "fp32", {**SELECTIVE, "recompute_modules": ["mla_up_proj"]}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_recomputation_gives_identical_results(shape: ModelShape, overrides: dict[str, Any], dtype: str) -> None:
+def test_recomputation_gives_identical_results(shape: ModelShape, dtype: str, overrides: dict[str, Any]) -> None:
     """Without the options that a resumed run may change, the results are the same."""
     fixed = {name: value for name, value in overrides.items() if name == "moe_grouped_gemm"}
     recomputing, plain = make_engine(shape, dtype, **overrides), make_engine(shape, dtype, **fixed)
@@ -160,7 +150,7 @@ def test_options_that_change_no_result_are_recognized() -> None:
     assert kept == fixed | {"recompute_modules": ["layernorm"]}
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE, LATENT])
+@pytest.mark.parametrize("shape", [MIXTURE, LATENT])
 def test_recomputed_norms_differ_only_by_rounding(shape: ModelShape) -> None:
     """On a CPU a norm's input has two gradients and the residual one: recomputation adds the two first."""
     recomputing = make_engine(shape, **SELECTIVE, recompute_modules=["layernorm"])

@@ -72,7 +72,7 @@ def test_bucketed_attention_equals_naive_attention(seed: int) -> None:
         torch.testing.assert_close(ours, naive)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_buckets_have_every_token_once_and_little_padding(seed: int) -> None:
     lengths = random_lengths(seed)
     starts = make_pack(lengths).cu_seqlens.tolist()
@@ -104,9 +104,11 @@ class ThreadGroup:
 
 
 # 6 heads over 4 ranks and 7 over 2: heads of zeros are added; one group of 4 heads: each rank gets a copy
-@pytest.mark.parametrize("num_heads", [(4, 2), (4, 4), (4, 1), (6, 3), (7, 1), (12, 6)], ids=str)
-@pytest.mark.parametrize("context", [2, 4])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("context", "tensor", "num_heads"),
+    [(2, 1, (4, 2)), (4, 2, (4, 4)), (4, 1, (4, 1)), (4, 1, (6, 3)), (2, 2, (7, 1)), (2, 1, (12, 6)), (4, 2, (4, 2))],
+    ids=str,
+)
 def test_attention_over_context_parallel_ranks_equals_one_rank(
     context: int, tensor: int, num_heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,13 +177,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_config, "distributions", lambda name: iter([name]))
 
 
-@pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
+@pytest.mark.parametrize("backend", [None, "auto", "flash", "unfused", "local"])
 def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None) -> None:
     assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16", HEADS) == "padded"
     assert choose_attention_kernel(backend, "fp32", HEADS) == "padded"
 
 
-@pytest.mark.parametrize("backend", [None, "auto", "flash", "fused"])
+@pytest.mark.parametrize("backend", [None, "flash"])
 @pytest.mark.parametrize(("keys", "values", "kernel"), [(128, 128, "fa4"), (192, 128, "fa4"), (80, 80, "torch")])
 def test_fa4_is_chosen_for_tested_heads(hopper: None, backend: str | None, keys: int, values: int, kernel: str) -> None:
     heads = shape_with_heads(keys, values)

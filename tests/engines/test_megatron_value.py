@@ -1,7 +1,7 @@
-"""The critic's model: one rank compared with Hugging Face, every layout of two ranks with one rank, and checkpoints."""
+"""The critic's model: one rank compared with Hugging Face, and checkpoints. `tests/train/layout_ranks.py` has
+layouts."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,6 @@ def test_bf16_values_are_float32(base: tuple[Any, Path]) -> None:
     ]
     assert (values[0] - values[1]).abs().max() < 0.05 * values[0].abs().max()  # how sums are rounded depends on the CPU
     assert len(values[1].bfloat16().float().sub(values[1]).nonzero()) > len(values[1]) // 2, "rounded to bf16"
-
-
-@pytest.mark.integration
-def test_layouts_of_two_ranks_train_the_same_critic_with_experts(run_two_ranks: Callable[..., str]) -> None:
-    """`value_ranks.py` compares losses and gradient norms of four steps, weights after a step, and checkpoints of
-    another layout."""
-    run_two_ranks("value_ranks.py")
 
 
 def load_engine(directory: Path, **options: Any) -> Any:
