@@ -1,7 +1,7 @@
 """Run as two processes by `test_routing_replay.py`: replay and record routing under layouts of two ranks, and compare
 with one rank.
 
-usage: replay_ranks.py RANK DIRECTORY [some]      with `some`, only the layouts of SOME
+usage: replay_ranks.py RANK DIRECTORY SELECTION      `some` are the layouts of SOME, `others` all others
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     if rank == 0:
         run_one_rank(directory)
     shutdown_parallel()
-    for name in SOME if "some" in sys.argv else LAYOUTS:
+    for name in SOME if sys.argv[3] == "some" else [name for name in LAYOUTS if name not in SOME]:
         init_parallel(rank, 2, f"file://{directory}/{name}", LAYOUTS[name])
         shape = read_shape(directory / "model")
         run(name, rank, directory, shape)

@@ -157,7 +157,7 @@ def not_recomputed(world: None, shapes: dict[str, ModelShape]) -> list[tuple[lis
 
 @pytest.mark.parametrize(
     "options",
-    [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}, SELECTIVE | {"recompute_modules": ["moe"]}],
+    [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}],
 )
 def test_recomputation_replays_the_same_experts(
     not_recomputed: Any, shapes: dict[str, ModelShape], options: dict[str, Any]
@@ -171,9 +171,6 @@ def test_recomputation_replays_the_same_experts(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("selection", "num_layouts"), [("some", 3), pytest.param("all", 6, marks=pytest.mark.full)])
-def test_replay_under_every_layout_of_two_ranks(
-    run_two_ranks: Callable[..., str], selection: str, num_layouts: int
-) -> None:
-    log = run_two_ranks("replay_ranks.py", selection)
-    assert log.count(" ok") == 2 * num_layouts
+@pytest.mark.parametrize("selection", ["some", pytest.param("others", marks=pytest.mark.full)])
+def test_replay_under_every_layout_of_two_ranks(run_two_ranks: Callable[..., str], selection: str) -> None:
+    assert run_two_ranks("replay_ranks.py", selection).count(" ok") == 2 * 3

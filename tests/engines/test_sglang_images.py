@@ -32,8 +32,7 @@ from penstock.stages.train.batching import Batch, pack, with_images
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.sample import Sample, to_table
 from penstock.storage.store import Store
-from tests.engines.megatron_reference import make_engine, put_weights
-from tests.engines.vision_reference import under_megatron_names
+from tests.engines.megatron_reference import make_engine, put_weights, under_megatron_names
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 TOLERANCE = 1e-4
