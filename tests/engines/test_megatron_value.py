@@ -1,7 +1,6 @@
 """The critic's model: one rank compared with Hugging Face, and checkpoints. `tests/train/layout_ranks.py` has
 layouts."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.engines.megatron.train_backend import MegatronBackend
-from penstock.storage.errors import ModelError
 from tests.engines import megatron_reference
 from tests.engines.megatron_reference import PACKS, SHAPE, Pack, hf_model, put_weights, to_megatron
 
@@ -92,35 +90,6 @@ def test_resume_is_bit_exact(base: tuple[Any, Path], tmp_path: Path) -> None:
     assert other.load(tmp_path) == {"version": 1}
     assert train(other) == expected
     assert (other.digest(), other.optimizer_state_digest()) == digests
-
-
-@pytest.mark.full
-def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[Any, Path], tmp_path: Path) -> None:
-    """Their checkpoints, and that of a refreshed reference, share a directory."""
-    policy, critic = make_engine(role="policy"), load_engine(base[1])
-    policy.load_weights(base[1])
-    reference = policy.snapshot_weights()
-    single = load_engine(base[1])
-    expected = train(single), train(single)
-    first = train(critic)
-    with torch.no_grad():
-        for _, weight in policy.gather_weights().tensors:
-            weight.mul_(1.5)
-    digest = policy.digest()
-    with policy.using_weights(reference):
-        policy.save(tmp_path / "reference", None)
-    critic.save(tmp_path / "critic", {"version": 1})
-    policy.save(tmp_path, {"version": 1})
-    assert policy.digest() == digest
-
-    policy, critic = make_engine(role="policy", seed=3), make_engine(seed=4)
-    assert policy.load(tmp_path) == critic.load(tmp_path / "critic") == {"version": 1}
-    assert policy.digest() == digest
-    assert (first, train(critic)) == expected
-    policy.load_weights(tmp_path / "reference")
-    assert policy.digest() == load_engine(base[1], role="policy").digest()
-    with pytest.raises(ModelError, match=re.escape(str(tmp_path / "reference"))):
-        policy.load(tmp_path / "reference")
 
 
 def test_every_file_of_a_checkpoint_is_written_by_one_rank() -> None:

@@ -85,9 +85,7 @@ class LateServer(SGLangServer):
 @pytest.fixture
 def late(tmp_path: Path) -> Iterator[LateServer]:
     """A server that binds when the file `go` exists."""
-    server = LateServer(
-        ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=3600)
-    )  # longer than a test may take
+    server = LateServer(ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=3600))
     server.go = tmp_path / "go"
     yield server
     server.stop()
@@ -144,6 +142,17 @@ def test_chosen_port_taken_while_the_model_loads_is_replaced(late: LateServer) -
         assert late.is_ready() and int(url.rpartition(":")[2]) != taken.getsockname()[1]
 
 
+def test_failed_start_is_reported_with_the_log(tmp_path: Path) -> None:
+    class FailingServer(LateServer):
+        def command(self, port: int) -> list[str]:
+            return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+
+    server = FailingServer(ServerSpec(model_path="model", log_dir=str(tmp_path)))
+    with pytest.raises(RuntimeError, match=r"(?s)failed to start.*exit code 1.*no such model"):
+        server.start()
+    assert not server.alive()
+
+
 @pytest.mark.integration
 @pytest.mark.full
 def test_sglang_that_cannot_bind_its_port_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
@@ -188,6 +197,5 @@ def test_a_dead_server_is_not_adopted_and_reports_its_exit_code_and_log_tail(ser
     server._process.wait()
     assert server.adopt("second", SPEC.digest(("0",))) is None
     report = server.exit_report()
-    assert (
-        "exit code -9" in report and report.endswith("line 99") and "line 74\n" not in report and "line 75\n" in report
-    )
+    assert "exit code -9" in report and report.endswith("line 99")
+    assert "line 74\n" not in report and "line 75\n" in report

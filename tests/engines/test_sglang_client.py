@@ -273,9 +273,6 @@ def test_requests_have_one_token_and_one_file_for_each_image() -> None:
     assert body["input_ids"] == [[5, 58, 6, 7, 58, 8], [4, 5]]
     assert [list(map(base64.b64decode, shown)) for shown in body["image_data"]] == [[b"first", b"second"], []]
     assert (first.counts.prompt, second.counts.prompt) == (9, 2)
-
-
-def test_requests_without_images_do_not_mention_any() -> None:
     assert "image_data" not in ask_with_images([[4, 5]], [[]], [2])[-1]
 
 

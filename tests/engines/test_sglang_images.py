@@ -29,7 +29,6 @@ from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.train.algorithms.logprobs import token_logprobs
 from penstock.stages.train.batching import Batch, pack, with_images
-from penstock.storage.errors import EngineError
 from penstock.storage.samples.sample import Sample, to_table
 from penstock.storage.store import Store
 from tests.engines.megatron_reference import make_engine, put_weights, under_megatron_names
@@ -148,13 +147,6 @@ def test_a_conversation_continues_with_further_images(engine: Engine) -> None:
     [second] = engine.ask((whole, images, shown))
     assert engine.error(engine.models[0], whole, [*shown, *added], second) < TOLERANCE
     assert second.counts.cached > 0
-
-
-def test_a_prompt_with_another_number_of_image_tokens_is_refused(engine: Engine) -> None:
-    ids, images, shown = engine.prompt(2, picture(2, 2), 14)
-    fewer = [PromptImage(images[0].data, images[0].start, 3)]
-    with pytest.raises(EngineError, match=f"made {len(ids)} tokens of a prompt with images, which has {len(ids) - 1}"):
-        engine.ask((ids[:3] + ids[4:], fewer, shown))
 
 
 def test_trainer_computes_the_logprobs_of_the_engine(world: None, engine: Engine, tmp_path: Path) -> None:
