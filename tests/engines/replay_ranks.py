@@ -1,7 +1,7 @@
 """Run as two processes by `test_routing_replay.py`: replay and record routing under layouts of two ranks, and compare
 with one rank.
 
-usage: replay_ranks.py RANK DIRECTORY SELECTION      `some` are the layouts of SOME, `others` all others
+usage: replay_ranks.py RANK DIRECTORY
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from tests.families import make_family
 
 LENGTHS = [[5, 40, 1, 17, 33], [3, 4, 50], [21, 8, 9], [1, 30]]
 LAYOUTS = {
-    "data": ParallelLayout(),
     "sequence": ParallelLayout(tensor=2, sequence_parallel=True),
     "context": ParallelLayout(context=2),
-    "pipeline": ParallelLayout(pipeline=2),
     "virtual": ParallelLayout(pipeline=2, virtual_pipeline=2),
     "experts": ParallelLayout(expert=2),
 }
-SOME = ["sequence", "virtual", "experts"]
 RECOMPUTED = {  # pipelines run other micro-batches between a forward pass and its recomputation
-    "pipeline": {**SELECTIVE, "recompute_modules": ["moe"]},
-    "virtual": FULL,
+    "virtual": {**SELECTIVE, "recompute_modules": ["moe"]},
+    "experts": FULL,
 }
 
 
@@ -161,7 +158,7 @@ if __name__ == "__main__":
     if rank == 0:
         run_one_rank(directory)
     shutdown_parallel()
-    for name in SOME if sys.argv[3] == "some" else [name for name in LAYOUTS if name not in SOME]:
+    for name in LAYOUTS:
         init_parallel(rank, 2, f"file://{directory}/{name}", LAYOUTS[name])
         shape = read_shape(directory / "model")
         run(name, rank, directory, shape)

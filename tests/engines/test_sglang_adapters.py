@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import hf_model, logprob_error, make_family
+from small_servers import generate_once
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.families import read_shape, tensor_layout
@@ -77,12 +78,8 @@ def publish(url: str, model: Path, lora: LoraOptions, version: str, seed: int, *
     return name
 
 
-def sample(url: str, length: int = 12) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient([url], timeout=120) as client:
-            return await client.generate(PROMPT, {"max_new_tokens": length, "ignore_eos": True}, n=4)
-
-    return asyncio.run(call())
+def sample(url: str) -> list[Generation]:
+    return generate_once([url], PROMPT, {"max_new_tokens": 12, "ignore_eos": True}, n=4)
 
 
 def worst_difference(model: Path, generations: list[Generation], lora: LoraOptions, seed: int | None) -> float:

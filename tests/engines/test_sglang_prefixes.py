@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import torch
 from families import hf_model, logprob_error
+from small_servers import generate_once
 
 from penstock.engines.generation import Generation, TokenCounts, WeightTransport
 from penstock.engines.serving import endpoints
@@ -80,11 +81,7 @@ def new_prompt(length: int = 101) -> list[int]:
 
 
 def ask(engine: Engine, prompt: list[int], n: int = 1, **options: Any) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient([engine.url], timeout=120, **options) as client:
-            return await client.generate(prompt, GREEDY, n)
-
-    return asyncio.run(call())
+    return generate_once([engine.url], prompt, GREEDY, n, **options)
 
 
 def raw(engine: Engine, path: str, body: dict[str, Any]) -> Any:

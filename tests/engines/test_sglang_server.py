@@ -3,7 +3,6 @@ and an engine of two server processes, as on two nodes: tensor parallel 2, one r
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ import pytest
 import torch
 from families import hf_model, logprob_error
 from safetensors.torch import load_file
+from small_servers import generate_once
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.generation import Generation, WeightTransport
@@ -34,12 +34,8 @@ TOLERANCE = 1e-4 if DEVICE == "cpu" else 0.05  # fp32, bf16; two of the random m
 PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
 
 
-def sample(pool: EnginePool, num: int = 4, length: int = 12) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient(pool.urls, timeout=120) as client:
-            return await client.generate(PROMPT, {"max_new_tokens": length, "ignore_eos": True}, n=num)
-
-    return asyncio.run(call())
+def sample(pool: EnginePool) -> list[Generation]:
+    return generate_once(pool.urls, PROMPT, {"max_new_tokens": 12, "ignore_eos": True}, n=4)
 
 
 def worst_difference(model_path: Path, generations: list[Generation]) -> float:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from families import hf_model, logprob_error, make_family
 from safetensors.torch import load_file, save_file
+from small_servers import generate_once
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
@@ -93,11 +94,7 @@ def serve(cluster: Cluster, model: Path, log_dir: Path, *, speculate: bool) -> I
 
 
 def sample(pool: EnginePool, num: int = 1, **sampling: Any) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient(pool.urls, timeout=120, experts=EXPERTS) as client:
-            return await client.generate(PROMPT, GREEDY | sampling, n=num)
-
-    return asyncio.run(call())
+    return generate_once(pool.urls, PROMPT, GREEDY | sampling, num, experts=EXPERTS)
 
 
 def published(model: Path) -> dict[str, torch.Tensor]:

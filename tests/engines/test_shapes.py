@@ -14,7 +14,7 @@ import transformers
 
 from penstock.engines.families import FAMILIES as REGISTRY
 from penstock.engines.families import read_shape, shape_from_config, tensor_layout
-from penstock.engines.families.shape import Llama3Scaling, YarnScaling
+from penstock.engines.families.shape import YarnScaling
 from penstock.storage.errors import ModelError
 from tests.engines.real_models import REAL_MODELS, RealModel
 from tests.families import FAMILIES, hf_model, make_family
@@ -74,24 +74,6 @@ def test_counts_and_flops_equal_transformers(checkpoints: dict[str, Path], name:
     # scores and sums, half masked
     pairs = shape.num_layers * shape.num_attention_heads * 2 * (shape.head_dim + value) * 100 / 2
     assert math.isclose(shape.train_flops(10, 100), 3 * (2 * matrices * 10 + pairs))
-
-
-def test_rotary_settings_and_routing_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
-    shapes = {name: read_shape(path) for name, path in checkpoints.items()}
-    turning = {name: (shape.rotary.fraction, shape.rotary.interleaved) for name, shape in shapes.items()}
-    assert turning["glm4"] == turning["glm4-32b"] == (0.5, True) and turning["glm4.5"] == (0.5, False)
-    assert turning["deepseek-v3"] == turning["glm4.7-flash"] == (1.0, True) and turning["llama3"] == (1.0, False)
-    assert shapes["llama3.1"].rotary.scaling == Llama3Scaling(
-        factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=64
-    )
-    yarn = shapes["deepseek-v3"].rotary.scaling
-    assert isinstance(yarn, YarnScaling) and (yarn.factor, yarn.mscale, yarn.mscale_all_dim) == (4, 1, 1)
-    experts = {name: shape.experts for name, shape in shapes.items() if shape.experts}
-    assert {name: e.score for name, e in experts.items() if e.score == "softmax"} == {"qwen3-moe": "softmax"}
-    grouped = experts["deepseek-v3"]
-    assert (grouped.num_groups, grouped.top_groups, grouped.num_dense_layers) == (4, 2, 1)
-    assert experts["qwen3-moe"].num_dense_layers == 0
-    assert experts["moonlight"].shared_ffn_hidden_size == 48 and experts["moonlight"].scaling == 2.446
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)

@@ -28,7 +28,7 @@ from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate, spli
 def tensors() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     sizes = [(3, 4), (1,), (16, 2), (5,), (2, 2, 2)]
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bfloat16]
     return [
         (f"layer.{i}", torch.randn(size, generator=generator).to(dtype))
         for i, (size, dtype) in enumerate(zip(sizes, dtypes))
@@ -58,7 +58,10 @@ def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
         content = MultiprocessingSerializer.deserialize(flat.serialize())
         received = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
         assert received.keys() == dict(named).keys()
-        assert all(received[name].dtype == sent.dtype and torch.equal(received[name], sent) for name, sent in named)
+        assert all(
+            received[name].dtype == sent.dtype and torch.equal(received[name].float(), sent.float())
+            for name, sent in named
+        )
     assert torch.multiprocessing.get_sharing_strategy() == before
 
 
