@@ -19,10 +19,8 @@ from tests.engines.megatron_reference import LENGTHS, make_pack
 
 import_megatron()
 
-from penstock.engines.families.shape import Rotary  # noqa: E402
 from penstock.engines.megatron.model import attention, transformer_config  # noqa: E402
 from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention, packed_attention  # noqa: E402
-from penstock.engines.megatron.model.norm_and_rope import apply_rope_unfused, rope_cos_sin  # noqa: E402
 from penstock.engines.megatron.model.transformer_config import FA4, AttentionKernel, choose_attention_kernel  # noqa: E402
 from penstock.engines.megatron.packing import make_buckets, pack_stream  # noqa: E402
 
@@ -147,18 +145,6 @@ def test_padding_is_a_sequence_of_its_own_and_routers_process_a_part_of_the_toke
     assert [second.router_rows(rank, 2).tolist() for rank in (0, 1)] == [[4, 5], [6, -1]]
     padding = pack_stream(make_pack([1, 1]), CPU, context=4, context_rank=3)
     assert (len(padding.token_ids), padding.num_tokens) == (1, 0)
-
-
-def test_rotate_is_a_complex_rotation_of_pairs() -> None:
-    x = torch.randn(50, 2, 16, dtype=torch.float64)
-    cosines, sines = rope_cos_sin(torch.arange(50), 16, Rotary(base=10000.0))
-    rotated = apply_rope_unfused(x, cosines.double(), sines.double())
-    pairs = torch.complex(x[..., :8], x[..., 8:])
-    angles = torch.arange(50)[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)
-    expected = pairs * torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())
-    torch.testing.assert_close(rotated, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
-    assert F.cosine_similarity(rotated[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 is not rotated
 
 
 def shape_with_heads(keys: int, values: int) -> Any:

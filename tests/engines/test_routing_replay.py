@@ -14,7 +14,7 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.packing import UNKNOWN, StreamRouting
 from tests.engines.megatron_reference import FULL, SELECTIVE
-from tests.engines.replay_ranks import make_engine, random_record, replay_packs
+from tests.engines.replay_ranks import make_engine, put_records, replay_packs
 from tests.families import hf_model, make_family
 
 
@@ -100,9 +100,7 @@ def test_replay_equals_transformers_with_the_same_experts(
 ) -> None:
     """Log-probs and gradients, the router's included, of random experts; some tokens have no record."""
     engine = make_engine(shapes["qwen3-moe"], checkpoint)
-    packs = replay_packs()
-    for number, pack in enumerate(packs):
-        pack.routing = random_record(len(pack.token_ids), shapes["qwen3-moe"], seed=number)
+    packs = put_records(replay_packs(), shapes["qwen3-moe"])
     ours, gradients = forward_backward(engine, packs, "replay")
 
     model = hf_model(checkpoint)
@@ -143,9 +141,7 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
 
 def replay_and_free(shape: ModelShape, overrides: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """Return the results with random experts, and with those that the routers choose."""
-    engine, packs = make_engine(shape, overrides=overrides), replay_packs()
-    for number, pack in enumerate(packs):
-        pack.routing = random_record(len(pack.token_ids), shape, seed=number)
+    engine, packs = make_engine(shape, overrides=overrides), put_records(replay_packs(), shape)
     return [forward_backward(engine, packs, routing) for routing in ("replay", None)]
 
 

@@ -28,7 +28,7 @@ from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate, spli
 def tensors() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     sizes = [(3, 4), (1,), (16, 2), (5,), (2, 2, 2)]
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.bfloat16]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
     return [
         (f"layer.{i}", torch.randn(size, generator=generator).to(dtype))
         for i, (size, dtype) in enumerate(zip(sizes, dtypes))
@@ -52,6 +52,7 @@ def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
 
     named = tensors()
     named[2] = ("layer.2", named[2][1].T)  # not contiguous
+    named.append(("layer.fp8", torch.randn(6, 2).to(torch.float8_e4m3fn)))
     before = torch.multiprocessing.get_sharing_strategy()
     flat = FlatBucket(named)
     for _ in range(2):  # one for each receiver
