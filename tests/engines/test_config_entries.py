@@ -46,10 +46,15 @@ class Recorder(dict[str, Any]):
         return super().get(name, default)
 
 
+def entries_of_transformers(architecture: str) -> set[str]:
+    """Return the entries that the source of transformers' model reads."""
+    source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
+    return {*re.findall(r"config\.([a-z_]+)", source), *re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)}
+
+
 @pytest.mark.parametrize("architecture", TEXT)
 def test_every_entry_that_transformers_reads_is_read(architecture: str) -> None:
-    source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
-    names = {*re.findall(r"config\.([a-z_]+)", source), *re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)}
+    names = entries_of_transformers(architecture)
     values = Recorder(values_of(architecture, use_sliding_window=True, sliding_window=None))
     shape_from_config(values)
     assert {"hidden_size", "rope_parameters"} <= names

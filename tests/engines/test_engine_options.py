@@ -40,12 +40,9 @@ OTHER_NODE = ProcessPlace("b", ("0",))
     [
         ({}, [CPU], [CPU], "tensor"),
         ({}, [ProcessPlace("b")], [CPU], "nccl"),
-        ({}, [GPU0], [GPU0], "tensor"),
         ({}, [GPU0, GPU1], [GPU0, GPU1], "tensor"),
         ({}, [GPU01], [GPU0, GPU1], "tensor"),
         ({"num_gpus": 1}, [GPU1], [GPU0], "nccl"),
-        ({"num_gpus": 1}, [OTHER_NODE], [GPU0], "nccl"),
-        ({"external": HERE}, [ProcessPlace("")], [CPU], "tensor"),
         ({"external": HERE}, [ProcessPlace("")], [GPU0], "disk"),
         ({"external": ELSEWHERE}, [ProcessPlace("")] * 2, [CPU], "disk"),
         ({"transport": "disk"}, [CPU], [CPU], "disk"),

@@ -23,8 +23,6 @@ def options_of(text: str) -> dict[str, Any]:
     [
         (61, 1, "", [61]),
         (60, 4, "", [15] * 4),
-        (61, 2, f"{FIRST_STAGE_FLAG} 31", [31, 30]),
-        (61, 2, f"{LAST_STAGE_FLAG} 30", [31, 30]),
         (61, 2, f"{FIRST_STAGE_FLAG} 31 {LAST_STAGE_FLAG} 30", [31, 30]),
         (61, 4, f"{LAST_STAGE_FLAG} 13", [16, 16, 16, 13]),
         (61, 8, f"{FIRST_STAGE_FLAG} 7 {LAST_STAGE_FLAG} 6", [7, *[8] * 6, 6]),
@@ -80,7 +78,6 @@ def test_error_for_61_layers_on_two_stages_suggests_a_smaller_last_stage() -> No
     [
         (1, {"num_layers_in_first_pipeline_stage": 2}),
         (2, {"num_layers_in_first_pipeline_stage": 0}),
-        (2, {"num_layers_in_first_pipeline_stage": "two"}),
         (2, {"num_layers_in_last_pipeline_stage": 60}),
         (2, {"num_layers_in_last_pipeline_stage": 59, "num_layers_in_first_pipeline_stage": 2}),
         (2, {"num_layers_in_last_pipeline_stage": 1, "account_for_loss_in_pipeline_split": True}),
