@@ -11,10 +11,7 @@ import torch
 from aiohttp import web
 
 from penstock.engines.generation import EngineRefused, PublishedAdapter, WeightTransport
-from penstock.engines.lora import (
-    LoraOptions,
-    adapter_targets,
-)
+from penstock.engines.lora import LoraOptions, adapter_targets
 from penstock.engines.options import EngineOptions, ServedAdapters
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.endpoints import BASE, adapter_suffix

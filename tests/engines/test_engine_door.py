@@ -178,5 +178,6 @@ def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> N
         assert generation.token_ids == [9, 6, 7, 8] and generation.weight_versions == [("run/1", 4)]
         assert client.weight_version(f"http://{address}") == "run/1"
         pool.stop()
+        assert server.alive(), "a pool does not stop external engines"
     finally:
         server.stop()

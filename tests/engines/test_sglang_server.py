@@ -48,24 +48,6 @@ def weights(model_path: Path) -> dict[str, torch.Tensor]:
     return load_file(model_path / "model.safetensors", device=DEVICE)
 
 
-def test_an_external_engine_gets_weights_and_survives_the_pool(
-    engine_pool: EnginePool, cluster: Cluster, tiny_model: Path, tmp_path: Path
-) -> None:
-    """It gets other weights over disk, and still runs after the pool has stopped."""
-    address = engine_pool.urls[0].removeprefix("http://")
-    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model)), external=[address])
-
-    def publish(urls: list[str]) -> None:
-        over_disk = WeightTransport("disk", model_path=str(tiny_model), directory=str(tmp_path))
-        SGLangClient(urls).update_weights(weights(tiny_model).items(), "other/7", over_disk)
-
-    with pool.serving("other/7", publish) as live:
-        assert live() == engine_pool.urls
-        assert {v for g in sample(pool) for v, _ in g.weight_versions} == {"other/7"}
-    pool.stop()
-    assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
-
-
 def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path) -> None:
     assert not restart_dead_engines(engine_pool.replicas)
     old = engine_pool.replicas[0].place().pid
