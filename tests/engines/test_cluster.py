@@ -353,7 +353,7 @@ def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[i
                 started.append(subprocess.Popen([gcs_server, "60"]))
                 raise Exception("The current node timed out during startup.")
 
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))  # see test_cluster.py
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))  # see `silent_ray`
         monkeypatch.setattr(local_ray, "connect_to_ray", init)
         monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
         monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
