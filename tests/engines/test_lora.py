@@ -91,7 +91,8 @@ def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(wor
 
 
 def test_options_of_megatron_do_not_change_how_adapters_are_trained(world: None, tmp_path: Path) -> None:
-    shape = read_shape(make_family(tmp_path, "deepseek-v3", num_hidden_layers=2))
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+    shape = read_shape(make_family(tmp_path, "deepseek-v3", num_hidden_layers=2, **experts))
     overrides = {**SELECTIVE, "recompute_modules": ["mla_up_proj", "core_attn", "moe", "mlp"]}
     overrides |= {"overlap_param_gather": True, "overlap_grad_reduce": True, "optimizer_cpu_offload": True}
     lora = LoraOptions(lora_rank=8, lora_alpha=8, lora_target_modules=["all-linear"])
