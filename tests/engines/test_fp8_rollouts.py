@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -84,16 +83,6 @@ def test_buckets_keep_scales_and_fused_weights_together(model: Model, max_bytes:
         assert place[name] == place.get(name.replace(".q_a_proj.", ".kv_a_proj_with_mqa."), place[name])
     largest = max(sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets)
     assert largest <= max_bytes or (max_bytes == 1 and largest < 60_000)  # counted in fp8
-
-
-def test_disk_transport_writes_the_directory_of_the_fp8_export(model: Model, tmp_path: Path) -> None:
-    write_weights(tmp_path, sent(model), model[1], 30_000, verify=True)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    exported = load_file(model[1] / "model.safetensors")
-    assert index.keys() == exported.keys() and len(set(index.values())) > 1
-    for name, file in index.items():
-        assert same_bits(load_file(tmp_path / file)[name], exported[name]), name
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((model[1] / "config.json").read_text())
 
 
 def test_transport_quantizes_the_weights_that_the_checkpoint_has_in_fp8(model: Model) -> None:

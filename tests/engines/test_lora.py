@@ -60,11 +60,6 @@ def test_adapters_that_parallel_sizes_do_not_allow_are_refused() -> None:
         check(("experts",), pipeline=2)
 
 
-def test_scale_is_pefts() -> None:
-    options = LoraOptions(lora_rank=16, lora_alpha=8, lora_target_modules=["attention"])
-    assert options.scale == 0.5 and options.model_copy(update={"lora_use_rslora": True}).scale == 2
-
-
 def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(world: None, tmp_path: Path) -> None:
     lora = LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=["attention", "linear_fc2"])
     full = make_engine(dtype="bf16", seed=3)

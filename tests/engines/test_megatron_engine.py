@@ -132,18 +132,6 @@ def test_load_of_an_empty_directory_fails(engine: Any, tmp_path: Path) -> None:
         engine.load(tmp_path)
 
 
-def test_using_a_snapshot_restores_the_weights_afterwards(engine: Any) -> None:
-    snapshot, start = engine.snapshot_weights(), engine.digest()
-    reference = engine.forward_backward(PACKS, cross_entropy, forward_only=True)
-    train(engine, range(1))
-    trained = engine.digest()
-    with engine.using_weights(snapshot):
-        again = engine.forward_backward(PACKS, cross_entropy, forward_only=True)
-        assert engine.digest() == start
-    assert all(torch.equal(a["logits"], b["logits"]) for a, b in zip(reference, again))
-    assert engine.digest() == trained != start
-
-
 def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
     before = engine.digest()
     with pytest.raises(RuntimeError, match="NaN"):
