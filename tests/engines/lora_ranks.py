@@ -83,7 +83,7 @@ def prepare(directory: Path, name: str) -> None:
     """Save a Hugging Face checkpoint, its Megatron checkpoint, and the results of PEFT's adapters on it."""
     import peft
 
-    source = make_family(directory / name, name)
+    source = make_family(directory / name, name, num_hidden_layers=2)
     shape, hf = read_shape(source), hf_model(source)
     full = under_megatron_names(shape, {key: tensor.detach() for key, tensor in hf.state_dict().items()})
     save_alone(shape, full, source / "saved")
