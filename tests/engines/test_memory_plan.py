@@ -116,7 +116,9 @@ EMBEDDING, LOSS = (f"account_for_{part}_in_pipeline_split" for part in ("embeddi
     [
         (24, dict(pipeline=4), {}),
         (24, dict(pipeline=4, virtual_pipeline=3), {}),
+        (61, dict(pipeline=2), {FIRST: 31}),
         (61, dict(pipeline=4), {LAST: 13}),
+        (61, dict(pipeline=8), {FIRST: 7, LAST: 6}),
         (20, dict(pipeline=4, virtual_pipeline=2), {FIRST: 2, LAST: 2}),
         (22, dict(pipeline=4), {EMBEDDING: True, LOSS: True}),
         (23, dict(pipeline=4, virtual_pipeline=2), {LOSS: True}),

@@ -44,14 +44,17 @@ def bucket() -> FlatBucket:
     return FlatBucket([("w", torch.ones(1000))])
 
 
-def receive(bucket: FlatBucket) -> Receiver:
+def receivers(bucket: FlatBucket, count: int) -> list[Receiver]:
+    """Start processes that have read the bucket."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes)
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(bucket.serialize() + "\n")
-    process.stdin.flush()
-    assert int(process.stdout.readline()) == TOTAL
-    return process
+    started = [subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes) for _ in range(count)]
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write(bucket.serialize() + "\n")
+        process.stdin.flush()
+    for process in started:
+        assert process.stdout is not None and int(process.stdout.readline()) == TOTAL
+    return started
 
 
 def reads_and_closes(process: Receiver) -> None:
@@ -65,7 +68,7 @@ def is_killed(process: Receiver) -> None:
 
 
 def test_shared_file_is_gone_when_the_bucket_is_freed_and_a_receiver_still_reads(bucket: FlatBucket) -> None:
-    killed, closed, reading = (receive(bucket) for _ in range(3))
+    killed, closed, reading = receivers(bucket, 3)
     bucket.serialize()  # for a server that has the adapter already, and opens nothing
     assert len(own_files()) == 1
     is_killed(killed)

@@ -32,7 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("rest", [(), (5,)], ids=["bias", "weight"])
-@pytest.mark.parametrize(("groups", "heads", "dim"), [(1, 1, 2), (2, 3, 4), (4, 1, 3), (1, 5, 2)])
+@pytest.mark.parametrize(("groups", "heads", "dim"), [(2, 3, 4), (4, 1, 3), (1, 5, 2)])
 def test_qkv_rows_are_interleaved_by_query_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(groups * n * dim, *rest) for n in (heads, 1, 1))
     joined = InterleavedQKV(groups, heads, dim).join("qkv", [q, k, v])

@@ -91,18 +91,18 @@ def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(
     frozen, choice = frozen_parameters(shape, freeze, only_train), {"freeze": freeze, "only_train": only_train}
     engine = make_engine(shape, overrides, dtype=dtype, **choice)
     before = engine.digest()
-    train(engine, range(2))
+    train(engine, range(1))
     engine.save(tmp_path, {})
     changed = {name for name, value in engine.digest().items() if before[name] != value}
     assert changed == before.keys() - frozen
-    expected = train(engine, range(2, 4))
+    expected = train(engine, range(2, 3))
     other = make_engine(shape, overrides, dtype=dtype, **choice)
     other.load(tmp_path)
     other.offload(STATE_KINDS)
     weights = list(other.chunks[0].parameters())
     assert {weight.untyped_storage().nbytes() for weight in weights} == {0}, "frozen weights are offloaded, too"
     other.onload(STATE_KINDS)
-    assert train(other, range(2, 4)) == expected
+    assert train(other, range(2, 3)) == expected
 
 
 @pytest.mark.usefixtures("world")
