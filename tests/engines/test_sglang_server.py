@@ -1,5 +1,5 @@
-"""A real SGLang server, on the GPU if there is one: generation, weights from memory and from disk, death and restart;
-and an engine of two server processes, as on two nodes: tensor parallel 2, one rank in each process."""
+"""A real SGLang server, on the GPU if there is one: its death, restart and stop, and a scheduler that hangs; and an
+engine of two server processes, as on two nodes: tensor parallel 2, one rank in each process."""
 
 from __future__ import annotations
 
