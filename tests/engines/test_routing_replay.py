@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.packing import UNKNOWN, StreamRouting
-from tests.engines.megatron_reference import FULL, SELECTIVE
+from tests.engines.megatron_reference import SELECTIVE
 from tests.engines.replay_ranks import make_engine, put_records, replay_packs
 from tests.families import hf_model, make_family
 
@@ -139,30 +139,18 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
         gate.forward = forward
 
 
-def replay_and_free(shape: ModelShape, overrides: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    """Return the results with random experts, and with those that the routers choose."""
-    engine, packs = make_engine(shape, overrides=overrides), put_records(replay_packs(), shape)
-    return [forward_backward(engine, packs, routing) for routing in ("replay", None)]
-
-
-@pytest.fixture(scope="module")
-def not_recomputed(world: None, shapes: dict[str, ModelShape]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    return replay_and_free(shapes["deepseek-v3"], {})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}],
-)
-def test_recomputation_replays_the_same_experts(
-    not_recomputed: Any, shapes: dict[str, ModelShape], options: dict[str, Any]
-) -> None:
-    (plain, gradients), free = not_recomputed
-    (recomputed, same_gradients), _ = replay_and_free(shapes["deepseek-v3"], options)
+def test_recomputation_replays_the_same_experts(world: None, shapes: dict[str, ModelShape]) -> None:
+    """`replay_ranks.py` replays with the other kinds of recomputation."""
+    shape, packs = shapes["deepseek-v3"], put_records(replay_packs(), shapes["deepseek-v3"])
+    engine = make_engine(shape)
+    plain, gradients = forward_backward(engine, packs, "replay")
+    free, _ = forward_backward(engine, packs)
+    recomputing = make_engine(shape, overrides=SELECTIVE | {"recompute_modules": ["moe", "layernorm"]})
+    recomputed, same_gradients = forward_backward(recomputing, packs, "replay")
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed))
     for name, gradient in gradients.items():
         torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-5, atol=1e-6)
-    assert max((x - y).abs().max() for x, y in zip(plain, free[0])) > 1e-3, "replay must change the results"
+    assert max((x - y).abs().max() for x, y in zip(plain, free)) > 1e-3, "replay must change the results"
 
 
 @pytest.mark.integration

@@ -72,7 +72,7 @@ class LateServer(SGLangServer):
     go: Path
 
     def command(self, port: int) -> list[str]:
-        return [sys.executable, "-c", PROGRAM, str(port), str(self.go)]
+        return [sys.executable, "-S", "-c", PROGRAM, str(port), str(self.go)]
 
     def is_ready(self) -> bool:
         try:
@@ -145,7 +145,7 @@ def test_chosen_port_taken_while_the_model_loads_is_replaced(late: LateServer) -
 def test_failed_start_is_reported_with_the_log(tmp_path: Path) -> None:
     class FailingServer(LateServer):
         def command(self, port: int) -> list[str]:
-            return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+            return [sys.executable, "-S", "-c", "import sys; sys.exit('no such model')"]
 
     server = FailingServer(ServerSpec(model_path="model", log_dir=str(tmp_path)))
     with pytest.raises(RuntimeError, match=r"(?s)failed to start.*exit code 1.*no such model"):
