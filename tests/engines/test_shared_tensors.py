@@ -19,13 +19,15 @@ from penstock.stages.train.actor import TrainActor
 SHM = Path("/dev/shm")
 TOTAL = 1000 * (128 + 63)  # sum of the bytes of 1000 times 1.0 as float32
 RECEIVER = """
-import base64, pickle, sys
-content = pickle.loads(base64.b64decode(sys.stdin.readline()))
-print(int(content["flattened_tensor"].sum()), flush=True)
-sys.stdin.readline()
-print(int(content["flattened_tensor"].sum()), flush=True)
-del content
-print("closed", flush=True)
+import base64, pickle, sys, torch
+for line in sys.stdin:
+    if line == "close\\n":
+        del content
+        print("closed", flush=True)
+        continue
+    if line != "read\\n":
+        content = pickle.loads(base64.b64decode(line))
+    print(int(content["flattened_tensor"].sum()), flush=True)
 """
 Receiver = subprocess.Popen[str]
 
@@ -44,38 +46,26 @@ def bucket() -> FlatBucket:
     return FlatBucket([("w", torch.ones(1000))])
 
 
-def receivers(bucket: FlatBucket, count: int) -> list[Receiver]:
-    """Start processes that have read the bucket."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    started = [subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes) for _ in range(count)]
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write(bucket.serialize() + "\n")
-        process.stdin.flush()
-    for process in started:
-        assert process.stdout is not None and int(process.stdout.readline()) == TOTAL
-    return started
-
-
-def reads_and_closes(process: Receiver) -> None:
-    out, err = process.communicate("\n")
-    assert (out.split(), err, process.returncode) == ([str(TOTAL), "closed"], "", 0)
-
-
-def is_killed(process: Receiver) -> None:
-    process.kill()
-    process.communicate()
+def ask(receiver: Receiver, line: str) -> str:
+    assert receiver.stdin is not None and receiver.stdout is not None
+    receiver.stdin.write(line + "\n")
+    receiver.stdin.flush()
+    return receiver.stdout.readline().strip()
 
 
 def test_shared_file_is_gone_when_the_bucket_is_freed_and_a_receiver_still_reads(bucket: FlatBucket) -> None:
-    killed, closed, reading = receivers(bucket, 3)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    killed, reading = (subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes) for _ in range(2))
+    assert ask(killed, bucket.serialize()) == ask(reading, bucket.serialize()) == str(TOTAL)
+    assert ask(reading, "close") == "closed" and ask(reading, bucket.serialize()) == str(TOTAL)
     bucket.serialize()  # for a server that has the adapter already, and opens nothing
     assert len(own_files()) == 1
-    is_killed(killed)
-    reads_and_closes(closed)
+    killed.kill()
+    killed.communicate()
     bucket.free()
     assert own_files() == []
-    reads_and_closes(reading)
+    assert ask(reading, "read") == str(TOTAL)
+    assert reading.communicate("close\n") == ("closed\n", "") and reading.returncode == 0
     assert own_files() == []
 
 
