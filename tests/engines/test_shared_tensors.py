@@ -65,8 +65,12 @@ def test_shared_file_is_gone_when_the_bucket_is_freed_and_a_receiver_still_reads
     bucket.free()
     assert own_files() == []
     assert ask(reading, "read") == str(TOTAL)
-    assert reading.communicate("close\n") == ("closed\n", "") and reading.returncode == 0
-    assert own_files() == []
+
+    alone = FlatBucket([("w", torch.ones(1000))])
+    assert ask(reading, alone.serialize()) == str(TOTAL)
+    alone.free()
+    assert reading.communicate("close\n") == ("closed\n", ""), "the last receiver tried to delete the file"
+    assert reading.returncode == 0 and own_files() == []
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
