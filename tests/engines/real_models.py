@@ -170,6 +170,7 @@ def _yarn(factor: float, fast: float) -> dict[str, Any]:
 REAL_MODELS: dict[str, RealModel] = {
     "qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, size="0.49", tied=True),
     "qwen2.5-math-1.5B": _qwen2(28, 1536, 8960, 12, 2, size="1.54", tied=True, rope_theta=10000.0),
+    "qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, size="3.09", tied=True),
     "qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, size="32.8", tied=False, rms_norm_eps=1e-5),
     "qwen3-0.6B": _qwen3(28, 1024, 3072, 16, size="0.6", tied=True),
     "qwen3-1.7B": _qwen3(28, 2048, 6144, 16, size="1.7", tied=True),
