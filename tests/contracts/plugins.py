@@ -180,7 +180,6 @@ def not_finite_weights(trajectory_index, sample_index, num_trajectories):
 BAD = [
     ("reward", "wrong_signature", "signature"),
     ("reward", "not_finite", "finite number"),
-    ("generate", "wrong_signature", "signature"),
     ("generate", "raising_generate", "KeyError"),
     ("generate", "too_short_mask", "loss_mask has 1 entries"),
     ("generate", "made_up_logprobs", "has not returned"),
@@ -189,10 +188,8 @@ BAD = [
     ("filter", "raising", "KeyError"),
     ("filter", "returns_text", "returned 'good'"),
     ("filter", "moody", "differently"),
-    ("sample_hook", "wrong_signature", "signature"),
     ("sample_hook", "unwritable", "JSON"),
     ("sample_filter", "drops_from_the_list", "remove_sample"),
-    ("all_samples", "raising", "KeyError"),
     ("buffer_filter", "wrong_signature", "buffer"),
     ("buffer_filter", "strangers", "elements of the buffer"),
     ("data_source", "Forgetful", "state_dict"),

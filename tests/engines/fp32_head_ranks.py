@@ -17,12 +17,11 @@ from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, sh
 from penstock.stages.train.algorithms.logprobs import token_logprobs
 from tests.engines.megatron_reference import PACKS, SHAPE, UNTIED, Pack, make_engine, targets_of
 
-LAYOUTS = {
-    "tensor": ParallelLayout(tensor=2),
-    "sequence": ParallelLayout(tensor=2, sequence_parallel=True),
-    "pipeline": ParallelLayout(pipeline=2),
-}
 SHAPES = {"tied": SHAPE, "untied": UNTIED}
+LAYOUTS = {
+    "tied": {"tensor": ParallelLayout(tensor=2), "pipeline": ParallelLayout(pipeline=2)},
+    "untied": {"sequence": ParallelLayout(tensor=2, sequence_parallel=True)},
+}
 
 
 def policy(name: str, layout: ParallelLayout) -> Any:
@@ -61,7 +60,7 @@ def main(rank: int, directory: Path) -> None:
         weight = (chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight).detach().clone()
         norm = step(alone, weight)[1]
         shutdown_parallel()
-        for case, layout in LAYOUTS.items():
+        for case, layout in LAYOUTS[name].items():
             init_parallel(rank, 2, f"file://{directory}/{case}-{name}", layout)
             engine = policy(name, layout)
             assert engine.fingerprint()["head"] == "fp32"

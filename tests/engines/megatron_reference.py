@@ -158,6 +158,28 @@ def to_megatron(tensors: dict[str, Tensor], shape: ModelShape = SHAPE) -> dict[s
     return out
 
 
+def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of transformers' model of any family, named and shaped as in memory, under Megatron's names.
+    Correction biases have no gradients, and are left out of them."""
+    from penstock.engines.families import tensor_layout
+
+    hub: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if shape.family == "qwen2_5_vl":
+            name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        at, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for expert, (gate, up) in enumerate(x.chunk(2) for x in tensor):
+                hub |= {f"{at}.{expert}.gate_proj.weight": gate, f"{at}.{expert}.up_proj.weight": up}
+        elif last == "down_proj":
+            hub |= {f"{at}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
+        else:
+            hub[name] = tensor
+    layout = tensor_layout(shape)
+    known = [name for name in layout.megatron_names() if hub.keys() >= set(layout.hf_names_of(name))]
+    return {name: layout.to_megatron(name, hub.__getitem__) for name in known}
+
+
 def shard(name: str, full: Tensor, param: Any, rank: int, ranks: int) -> Tensor:
     """Return the shard of a full tensor on one tensor-parallel rank."""
     if ranks == 1 or not getattr(param, "tensor_model_parallel", False):

@@ -1,7 +1,7 @@
 """The hub's models as they are published: entries of their config.json, in the hub's spelling, and their sizes.
 
-Facts, no weights: `test_shapes.py` builds each on meta tensors. Sizes
-are in billions, to the digits that the hub, the model card or the report gives.
+Facts, no weights: `test_shapes.py` builds each on meta tensors. Sizes are in billions, to the digits that the hub, the
+model card or the report gives.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ class RealModel:
     config: dict[str, Any]
     size: str = ""  # billions of parameters, rounded
     size_with_mtp: str = ""  # likewise, with the multi-token prediction layer and its copies of embedding and head
-    active: str = ""  # billions that take part in a token, cut off
-    active_inner: str = ""  # likewise, without embedding and head, as some count
 
     @property
     def shape(self) -> ModelShape:
@@ -52,17 +50,8 @@ def _qwen2(
     return RealModel("Qwen2ForCausalLM", entries | config | changes, size)
 
 
-def _qwen3(  # noqa: PLR0913
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    groups: int = 8,
-    *,
-    size: str,
-    active: str = "",
-    tied: bool = False,
-    **changes: Any,
+def _qwen3(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int = 8, *, size: str, tied: bool = False, **changes: Any
 ) -> RealModel:
     entries = _entries(layers, hidden, ffn, heads, groups, 151936, 1e6, 1e-6)
     window = dict(use_sliding_window=False, sliding_window=None, max_window_layers=layers)
@@ -70,7 +59,7 @@ def _qwen3(  # noqa: PLR0913
         head_dim=128, max_position_embeddings=40960, tie_word_embeddings=tied, attention_bias=False, rope_scaling=None
     )
     architecture = "Qwen3MoeForCausalLM" if "num_experts" in changes else "Qwen3ForCausalLM"
-    return RealModel(architecture, entries | window | config | changes, size, active=active)
+    return RealModel(architecture, entries | window | config | changes, size)
 
 
 def _qwen3_experts(width: int) -> dict[str, Any]:
@@ -140,7 +129,7 @@ def _routed(  # noqa: PLR0913
 
 
 def _glm4_moe(
-    layers: int, hidden: int, ffn: int, *, norms: bool, experts: dict[str, Any], size_with_mtp: str, active_inner: str
+    layers: int, hidden: int, ffn: int, *, norms: bool, experts: dict[str, Any], size_with_mtp: str
 ) -> RealModel:
     entries = _entries(layers, hidden, ffn, 96, 8, 151552, 1e6, 1e-5)
     more = dict(
@@ -154,7 +143,6 @@ def _glm4_moe(
         "Glm4MoeForCausalLM",
         entries | more | experts | dict(attention_bias=True),
         size_with_mtp=size_with_mtp,
-        active_inner=active_inner,
     )
 
 
@@ -179,43 +167,28 @@ def _yarn(factor: float, fast: float) -> dict[str, Any]:
     )
 
 
-def _kimi(factor: float, fast: float, eps: float) -> RealModel:
-    entries = _entries(61, 7168, 18432, 64, 64, 163840, 50000.0, eps)
-    more = dict(model_type="kimi_k2", max_position_embeddings=int(4096 * factor), num_nextn_predict_layers=0)
-    experts = _routed(384, 8, 2048, 1, 2.827)
-    config = entries | more | _latent(1536, 128, 128) | experts | DEEPSEEK | _yarn(factor, fast)
-    return RealModel("DeepseekV3ForCausalLM", config, "1026", active="32")
-
-
 REAL_MODELS: dict[str, RealModel] = {
     "qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, size="0.49", tied=True),
-    "qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, size="1.54", tied=True),
     "qwen2.5-math-1.5B": _qwen2(28, 1536, 8960, 12, 2, size="1.54", tied=True, rope_theta=10000.0),
     "qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, size="3.09", tied=True),
-    "qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, size="7.62", tied=False),
     "qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, size="32.8", tied=False, rms_norm_eps=1e-5),
     "qwen3-0.6B": _qwen3(28, 1024, 3072, 16, size="0.6", tied=True),
     "qwen3-1.7B": _qwen3(28, 2048, 6144, 16, size="1.7", tied=True),
     "qwen3-4B": _qwen3(36, 2560, 9728, 32, size="4.0", tied=True),
-    "qwen3-4B-Instruct-2507": _qwen3(
-        36, 2560, 9728, 32, size="4.0", tied=True, rope_theta=5e6, max_position_embeddings=262144
-    ),
     "qwen3-8B": _qwen3(36, 4096, 12288, 32, size="8.2"),
-    "qwen3-14B": _qwen3(40, 5120, 17408, 40, size="14.8"),
     "qwen3-32B": _qwen3(64, 5120, 25600, 64, size="32.8"),
-    "qwen3-30B-A3B": _qwen3(48, 2048, 6144, 32, 4, size="30.5", active="3.3", **_qwen3_experts(768)),
-    "qwen3-235B-A22B": _qwen3(94, 4096, 12288, 64, 4, size="235", active="22", **_qwen3_experts(1536)),
+    "qwen3-30B-A3B": _qwen3(48, 2048, 6144, 32, 4, size="30.5", **_qwen3_experts(768)),
+    "qwen3-235B-A22B": _qwen3(94, 4096, 12288, 64, 4, size="235", **_qwen3_experts(1536)),
     "llama3-8B": _llama(32, 4096, 14336, 32, size="8.03"),
-    "llama3-70B": _llama(80, 8192, 28672, 64, size="70.6"),
     "llama3.1-8B-Instruct": _llama(32, 4096, 14336, 32, size="8.03", factor=8.0),
     "llama3.2-3B-Instruct": _llama(28, 3072, 8192, 24, size="3.21", factor=32.0, tied=True),
     "glm4-9B": _glm4(40, 4096, 13696, 32, bias=True, size="9.4"),
     "glm4-32B": _glm4(61, 6144, 23040, 48, bias=False, size="32.57"),
     "glm4.5-106B-A12B": _glm4_moe(
-        46, 4096, 10944, norms=False, experts=_routed(128, 8, 1408, 1, 1.0), size_with_mtp="110", active_inner="12"
+        46, 4096, 10944, norms=False, experts=_routed(128, 8, 1408, 1, 1.0), size_with_mtp="110"
     ),
     "glm4.5-355B-A32B": _glm4_moe(
-        92, 5120, 12288, norms=True, experts=_routed(160, 8, 1536, 3, 2.5), size_with_mtp="358", active_inner="32"
+        92, 5120, 12288, norms=True, experts=_routed(160, 8, 1536, 3, 2.5), size_with_mtp="358"
     ),
     "glm4.7-30B-A3B": RealModel(
         "Glm4MoeLiteForCausalLM",
@@ -229,7 +202,6 @@ REAL_MODELS: dict[str, RealModel] = {
         | _latent(768, 192, 256)
         | _routed(64, 4, 1536, 1, 1.8),
         size_with_mtp="31.2",
-        active_inner="3",
     ),
     "deepseek-v3": RealModel(
         "DeepseekV3ForCausalLM",
@@ -241,10 +213,17 @@ REAL_MODELS: dict[str, RealModel] = {
         | _yarn(40, 32),
         size="671",
         size_with_mtp="684",  # the hub shows 685 for the fp8 files, whose scales it counts too
-        active="37",
     ),
-    "kimi-k2": _kimi(32.0, 1.0, 1e-6),
-    "kimi-k2-thinking": _kimi(64.0, 32.0, 1e-5),
+    "kimi-k2": RealModel(
+        "DeepseekV3ForCausalLM",
+        _entries(61, 7168, 18432, 64, 64, 163840, 50000.0, 1e-6)
+        | dict(model_type="kimi_k2", max_position_embeddings=131072, num_nextn_predict_layers=0)
+        | _latent(1536, 128, 128)
+        | _routed(384, 8, 2048, 1, 2.827)
+        | DEEPSEEK
+        | _yarn(32.0, 1.0),
+        size="1026",
+    ),
     "moonlight": RealModel(
         "DeepseekV3ForCausalLM",
         _entries(27, 2048, 11264, 16, 16, 163840, 50000.0, 1e-5)
@@ -253,6 +232,5 @@ REAL_MODELS: dict[str, RealModel] = {
         | _routed(64, 6, 1408, 1, 2.446, shared=2)
         | DEEPSEEK,
         size="16.0",
-        active_inner="2.24",
     ),
 }

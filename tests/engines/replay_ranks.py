@@ -1,7 +1,7 @@
-"""Run as two processes by `test_routing_replay.py`: replay and record routing under layouts of two ranks, and compare
-with one rank.
+"""Run as two processes by `test_routing_replay.py`: replay records of engines under layouts of two ranks, and compare
+with one rank. `tests/train/layout_ranks.py` replays what the trainer records, under every layout.
 
-usage: replay_ranks.py RANK DIRECTORY [some]      with `some`, only the layouts of SOME
+usage: replay_ranks.py RANK DIRECTORY
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engines.families import read_shape
@@ -24,17 +23,14 @@ from tests.families import make_family
 
 LENGTHS = [[5, 40, 1, 17, 33], [3, 4, 50], [21, 8, 9], [1, 30]]
 LAYOUTS = {
-    "data": ParallelLayout(),
     "sequence": ParallelLayout(tensor=2, sequence_parallel=True),
     "context": ParallelLayout(context=2),
-    "pipeline": ParallelLayout(pipeline=2),
     "virtual": ParallelLayout(pipeline=2, virtual_pipeline=2),
     "experts": ParallelLayout(expert=2),
 }
-SOME = ["sequence", "virtual", "experts"]
 RECOMPUTED = {  # pipelines run other micro-batches between a forward pass and its recomputation
-    "pipeline": {**SELECTIVE, "recompute_modules": ["moe"]},
-    "virtual": FULL,
+    "virtual": {**SELECTIVE, "recompute_modules": ["moe"]},
+    "experts": FULL,
 }
 
 
@@ -72,52 +68,28 @@ def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: An
     return engine
 
 
-def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
+def put_records(packs: list[Pack], shape: ModelShape) -> list[Pack]:
+    for number, pack in enumerate(packs):
+        pack.routing = random_record(len(pack.token_ids), shape, number)
+    return packs
+
+
+def run(name: str, directory: Path, shape: ModelShape) -> None:
+    """Compare log-probs and the gradient's norm of a replay with those of one rank."""
     engine = make_engine(shape, layout=LAYOUTS[name], overrides=RECOMPUTED.get(name))
     assert ("context" in engine.fingerprint()) == (name == "context")
     engine.load_weights(directory / "saved")
-    expected = torch.load(directory / "alone.pt", weights_only=False)
-    data_rank, data_size = engine.data_parallel_rank_and_size
-    numbers = list(range(len(LENGTHS)))[data_rank::data_size]
-    packs = [replay_packs()[number] for number in numbers]
-    for number, pack in zip(numbers, packs):
-        pack.routing = random_record(len(pack.token_ids), shape, number)
-    compare(name, engine, packs, [expected["replayed"][number] for number in numbers], expected["replayed norm"])
-
-    packs = [replay_packs()[number] for number in numbers]
-    forward_only(engine, packs, "record")
-    for number, pack in zip(numbers, packs):
-        theirs: list[Any] = [None, None]
-        dist.all_gather_object(theirs, pack.routing)
-        for layer, choice in expected["recorded"][number].items():
-            parts = [record[layer] for record in (theirs if data_size == 1 else [pack.routing]) if layer in record]
-            merged = torch.stack(parts).amax(0)  # -1 where only the other rank has the token
-            assert torch.equal(merged, choice), (name, number, layer)
-    compare(name, engine, packs, [expected["free"][number] for number in numbers], expected["free norm"])
-    print(name, "ok", flush=True)
-
-
-def compare(name: str, engine: Any, packs: list[Any], expected: list[Tensor], expected_norm: float) -> None:
-    """Check replayed log-probs and the gradient's norm."""
+    expected, expected_norm = torch.load(directory / "alone.pt")
+    rank, size = engine.data_parallel_rank_and_size
+    packs = put_records(replay_packs(), shape)[rank::size]
     outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
-    for output, pack, logprobs in zip(outputs, packs, expected):
+    for output, pack, logprobs in zip(outputs, packs, expected[rank::size]):
         rows = engine.pack_stream(pack).pack_slice
         error = (output["logprobs"] - logprobs[rows]).abs().max()
         assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
-    learning_rate = engine.optimizer.param_groups[0]["lr"]
-    for group in engine.optimizer.param_groups:
-        group |= {"lr": 0.0, "weight_decay": 0.0}
     _, norm, _ = engine.optimizer_step()
-    for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
     assert abs(norm - expected_norm) < 1e-4 * expected_norm, f"{name}: gradient norm {norm}, not {expected_norm}"
-
-
-def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Any]:
-    loss_fn = loss_fn_of(engine)
-    return engine.forward_backward(
-        packs, lambda *inputs: (None, loss_fn(*inputs)[1]), forward_only=True, routing=routing
-    )
+    print(name, "ok", flush=True)
 
 
 def loss_fn_of(engine: Any) -> Any:
@@ -137,21 +109,14 @@ def run_one_rank(directory: Path) -> None:
     shape = read_shape(checkpoint)
     engine = make_engine(shape, checkpoint)
     engine.save(directory / "saved", {})
-    expected: dict[str, Any] = {}
-    for kind in ("free", "replayed"):
-        packs = replay_packs()
-        if kind == "replayed":
-            for number, pack in enumerate(packs):
-                pack.routing = random_record(len(pack.token_ids), shape, number)
-        forward_only(engine, packs, "record" if kind == "free" else None)
-        expected |= {"recorded": [pack.routing for pack in packs]} if kind == "free" else {}
-        outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
-        expected[kind] = [output["logprobs"] for output in outputs]
-        gradient = torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()])
-        expected[f"{kind} norm"] = gradient.norm().item()
-    changes = [(x - y).abs().max() for x, y in zip(expected["free"], expected["replayed"])]
-    assert max(changes) > 0.1, "replay must change the results"
-    torch.save(expected, directory / "alone.pt")
+    results = {}
+    for routing in (None, "replay"):
+        packs = put_records(replay_packs(), shape)
+        results[routing] = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
+    free, replayed = ([output["logprobs"] for output in results[routing]] for routing in (None, "replay"))
+    assert max((x - y).abs().max() for x, y in zip(free, replayed)) > 0.1, "replay must change the results"
+    gradient = torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()])
+    torch.save((replayed, gradient.norm().item()), directory / "alone.pt")
 
 
 if __name__ == "__main__":
@@ -161,8 +126,8 @@ if __name__ == "__main__":
     if rank == 0:
         run_one_rank(directory)
     shutdown_parallel()
-    for name in SOME if "some" in sys.argv else LAYOUTS:
+    for name in LAYOUTS:
         init_parallel(rank, 2, f"file://{directory}/{name}", LAYOUTS[name])
         shape = read_shape(directory / "model")
-        run(name, rank, directory, shape)
+        run(name, directory, shape)
         shutdown_parallel()

@@ -13,9 +13,11 @@ from typing import Any
 from aiohttp import web
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.generation import Generation
 from penstock.engines.network import reserve_free_port
 from penstock.engines.serving.replica import Replica, StartCancelled
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.weights.transfer import ProcessPlace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -107,6 +109,18 @@ def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[A
                 await runner.cleanup()
 
     return asyncio.run(main())
+
+
+def generate_once(
+    urls: list[str], prompt: list[int], sampling: dict[str, Any], n: int = 1, **options: Any
+) -> list[Generation]:
+    """Let a new client of these servers generate."""
+
+    async def call() -> list[Generation]:
+        async with SGLangClient(urls, timeout=120, **options) as client:
+            return await client.generate(prompt, sampling, n)
+
+    return asyncio.run(call())
 
 
 async def echo(request: web.Request) -> web.Response:

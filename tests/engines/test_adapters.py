@@ -11,14 +11,7 @@ import torch
 from aiohttp import web
 
 from penstock.engines.generation import EngineRefused, PublishedAdapter, WeightTransport
-from penstock.engines.lora import (
-    LoraOptions,
-    adapter_targets,
-    peft_config,
-    served_config,
-    served_modules,
-    served_tensors,
-)
+from penstock.engines.lora import LoraOptions, adapter_targets
 from penstock.engines.options import EngineOptions, ServedAdapters
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.endpoints import BASE, adapter_suffix
@@ -26,7 +19,6 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.checks import check_external_adapters, reason_against_adapters
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weight_update import FlatBucket, sha256_of_tensors
 from penstock.engines.weights.transfer import ProcessPlace
 from penstock.storage.errors import EngineError
 from tests.engines.megatron_reference import SHAPE
@@ -179,22 +171,6 @@ def test_requests_name_the_adapter_and_record_its_version() -> None:
     assert [generation.weight_versions for generation in with_adapter] == [[("run/4", 2)]] * 2
     assert [body.get("lora_path") for body in bodies] == [None, "run/4" + SUFFIX, "run/4" + SUFFIX]
     assert not endpoints.is_requested("run/4" + SUFFIX)
-
-
-def test_engines_compute_the_scale_of_rslora() -> None:
-    config = served_config(LORA, SHAPE, "model")
-    assert config["lora_alpha"] / config["r"] == LORA.scale and not config["use_rslora"]
-    assert config | {"lora_alpha": 8, "use_rslora": True} == peft_config(LORA, SHAPE, "model")
-    assert served_modules(LORA, SHAPE) == ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
-    assert len(served_tensors(LORA, SHAPE)) == SHAPE.num_layers * 7 * 2
-
-
-def test_checksums_are_those_of_the_tensors() -> None:
-    import hashlib
-
-    bucket = [("a", torch.arange(3, dtype=torch.bfloat16)), ("b", torch.ones(2, 2))]
-    expected = {name: hashlib.sha256(x.flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for name, x in bucket}
-    assert sha256_of_tensors(FlatBucket(bucket)) == expected
 
 
 def test_engines_that_cannot_apply_adapters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def silent_ray(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return limits
 
 
-@pytest.mark.parametrize("timeout", [None, 100.0, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize("timeout", [None, 100.0, 0.1, 0.0])
 def test_wait_raises_cluster_lost_when_the_local_ray_dies(silent_ray: list[float], timeout: float | None) -> None:
     cluster = Cluster(node=ScriptedNode(looks=7))
     with pytest.raises(ClusterLost) as lost:
@@ -182,13 +182,11 @@ def test_http2_server_may_be_ray(listener: socket.socket, monkeypatch: pytest.Mo
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("listens", [False, True])
-def test_start_at_a_foreign_address_fails_with_one_error(listens: bool) -> None:
+def test_start_at_a_foreign_address_fails_with_one_error() -> None:
     """`auto` takes the address from RAY_ADDRESS here; Ray alone would try for minutes."""
     with socket.socket() as foreign:
         foreign.bind(("", 0))  # Ray replaces 127.0.0.1 by the machine's address
-        if listens:
-            foreign.listen()
+        foreign.listen()
         address = f"127.0.0.1:{foreign.getsockname()[1]}"
         program = (
             "import sys; from penstock.engines import cluster; cluster.ANSWER_SECONDS = 1.0\n"
@@ -203,9 +201,8 @@ def test_start_at_a_foreign_address_fails_with_one_error(listens: bool) -> None:
             cwd=Path(__file__).parents[2],
             env={**os.environ, "RAY_ADDRESS": address},
         )
-    reason = "does not answer" if listens else "Connection refused"
     assert result.returncode == 1 and "no Ray cluster answers at 'auto'" in result.stderr, result.stderr
-    assert reason in result.stderr and "--ray-address" in result.stderr and "Traceback" not in result.stderr
+    assert "does not answer" in result.stderr and "--ray-address" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_cpu_threads_are_as_configured_or_an_even_share() -> None:
@@ -272,16 +269,12 @@ def test_workers_of_the_local_ray_have_normal_priority_unless_the_user_set_anoth
 def test_placed_processes_share_gpus_or_use_the_next_ones() -> None:
     """On GPUs that exist only in Ray's accounting."""
     program = """
-import os
 import signal
 from penstock.engines.cluster import Cluster
 
 class Rank:
     def gpu(self):
         return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
-
-    def nice(self):
-        return os.nice(0)
 
 def stop(number, frame): pass
 signal.signal(signal.SIGTERM, stop)
@@ -293,7 +286,6 @@ assert [slot.gpu_ids for slot in ranks] == [("0",), ("1",)], ranks
 assert [slot.gpu_ids for slot in engines] == [("0", "1")], engines
 actors = [ray.remote(Rank).options(**slot.options).remote() for slot in [*ranks, *engines]]
 assert ray.get([actor.gpu.remote() for actor in actors], timeout=60) == [["0"], ["1"], ["0"]]
-assert ray.get(actors[0].nice.remote(), timeout=60) == os.nice(0), "Ray lowered the priority of a worker"
 behind = cluster.place_processes(1, gpus_per_process=2, first_gpu=2)
 assert behind[0].gpu_ids == ("2", "3"), behind
 try:
@@ -361,7 +353,7 @@ def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[i
                 started.append(subprocess.Popen([gcs_server, "60"]))
                 raise Exception("The current node timed out during startup.")
 
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))  # see test_cluster.py
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))  # see `silent_ray`
         monkeypatch.setattr(local_ray, "connect_to_ray", init)
         monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
         monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
@@ -383,17 +375,14 @@ def test_start_ray_retries_after_a_process_died(half_started: Callable[[int], li
         other.wait()
 
 
-def test_start_ray_raises_cluster_lost_after_its_tries(half_started: Callable[[int], list[Any]]) -> None:
+def test_start_ray_raises_cluster_lost_after_its_tries_and_other_errors_at_once(
+    half_started: Callable[[int], list[Any]],
+) -> None:
     left = half_started(100)
     with pytest.raises(ClusterLost, match=r"3 tries.*timed out during startup"):
         start_ray(num_cpus=1)
     assert len(left) == START_TRIES
     for process in left:
         process.wait(10)
-
-
-def test_start_ray_does_not_retry_wrong_options(half_started: Callable[[int], list[Any]]) -> None:
-    left = half_started(0)
     with pytest.raises(ValueError, match="num_cpus"):
-        start_ray(num_cpus=-1)
-    assert left == []
+        start_ray(num_cpus=-1)  # not retried

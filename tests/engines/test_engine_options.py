@@ -40,12 +40,9 @@ OTHER_NODE = ProcessPlace("b", ("0",))
     [
         ({}, [CPU], [CPU], "tensor"),
         ({}, [ProcessPlace("b")], [CPU], "nccl"),
-        ({}, [GPU0], [GPU0], "tensor"),
         ({}, [GPU0, GPU1], [GPU0, GPU1], "tensor"),
         ({}, [GPU01], [GPU0, GPU1], "tensor"),
         ({"num_gpus": 1}, [GPU1], [GPU0], "nccl"),
-        ({"num_gpus": 1}, [OTHER_NODE], [GPU0], "nccl"),
-        ({"external": HERE}, [ProcessPlace("")], [CPU], "tensor"),
         ({"external": HERE}, [ProcessPlace("")], [GPU0], "disk"),
         ({"external": ELSEWHERE}, [ProcessPlace("")] * 2, [CPU], "disk"),
         ({"transport": "disk"}, [CPU], [CPU], "disk"),
@@ -61,20 +58,8 @@ def test_weights_go_over_memory_only_where_it_is_shared(
     assert list(transport.routes) == list(places)
 
 
-def test_each_gpu_reads_from_the_trainer_rank_on_it() -> None:
-    nodes = [ProcessPlace(node, (str(gpu),)) for node in "ab" for gpu in range(4)]
-    engines = {
-        "whole": ProcessPlace("b", ("0", "1", "2", "3"), pid=5),
-        "half": ProcessPlace("a", ("2", "3"), pid=6),
-        "one": ProcessPlace("a", ("1",), pid=7),
-    }
-    routes = memory_routes(engines, nodes)
-    assert {url: route.senders for url, route in routes.items()} == {"whole": (4, 5, 6, 7), "half": (2, 3), "one": (1,)}
-    assert [route.incarnation for route in routes.values()] == ["b:5", "a:6", "a:7"]
-    with pytest.raises(EngineError):
-        memory_routes({"engine": ProcessPlace("b", ("3", "4"))}, nodes)
-
-
+NODES = [ProcessPlace(node, (str(gpu),)) for node in "ab" for gpu in range(4)]
+WHOLE, HALF = ProcessPlace("b", ("0", "1", "2", "3")), ProcessPlace("a", ("2", "3"))
 TWO_NODES = ProcessPlace("a", ("0", "1", "0", "1"), pid=5, nodes=("a", "a", "b", "b"))
 RANKS_ON_GPUS = [ProcessPlace(node, (gpu,)) for node in "ab" for gpu in "01"]
 
@@ -83,10 +68,12 @@ RANKS_ON_GPUS = [ProcessPlace(node, (gpu,)) for node in "ab" for gpu in "01"]
     ("ranks", "engines", "senders"),
     [
         ([CPU, CPU, ProcessPlace("b")], [CPU, CPU, ProcessPlace("b"), CPU], [(0,), (1,), (2,), (1,)]),
+        (NODES, [WHOLE, HALF, GPU1], [(4, 5, 6, 7), (2, 3), (1,)]),
         (RANKS_ON_GPUS, [TWO_NODES], [(0, 1, 2, 3)]),
         ([CPU, ProcessPlace("b")], [ProcessPlace("b", nodes=("b", "a"))], [(1, 0)]),
         ([CPU], [ProcessPlace("c")], "its node; use --update-weight-transport nccl"),
         (RANKS_ON_GPUS[:3], [TWO_NODES], "its GPU 1; use --update-weight-transport nccl"),
+        (NODES, [ProcessPlace("b", ("3", "4"))], "its GPU 4; use --update-weight-transport nccl"),
         ([CPU, ProcessPlace("b")], [ProcessPlace("b", nodes=("b", "c"))], "its node; use"),
     ],
 )

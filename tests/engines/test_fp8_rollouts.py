@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import make_family
 from safetensors.torch import load_file
+from small_servers import generate_once
 from torch import Tensor
 
 from penstock.engines.backends import engine_backend
@@ -26,7 +24,7 @@ from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_sender import write_weights
-from penstock.engines.sglang.weight_update import FlatBucket, split_into_buckets
+from penstock.engines.sglang.weight_update import split_into_buckets
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales, quantize, quantize_weights
 from penstock.engines.weights.transfer import ProcessPlace
 from penstock.flows.options.flags import parse_config
@@ -87,26 +85,6 @@ def test_buckets_keep_scales_and_fused_weights_together(model: Model, max_bytes:
     assert largest <= max_bytes or (max_bytes == 1 and largest < 60_000)  # counted in fp8
 
 
-def test_payload_describes_fp8_weights_and_scales_as_sglang_reads_them(model: Model) -> None:
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    weights = dict(sent(model))
-    flat = FlatBucket(list(weights.items()))
-    received = dict(FlattenedTensorBucket(None, flat.flat, flat.metadata).reconstruct_tensors())
-    assert received.keys() == weights.keys()
-    assert all(same_bits(received[name], tensor) for name, tensor in weights.items())
-
-
-def test_disk_transport_writes_the_directory_of_the_fp8_export(model: Model, tmp_path: Path) -> None:
-    write_weights(tmp_path, sent(model), model[1], 30_000, verify=True)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    exported = load_file(model[1] / "model.safetensors")
-    assert index.keys() == exported.keys() and len(set(index.values())) > 1
-    for name, file in index.items():
-        assert same_bits(load_file(tmp_path / file)[name], exported[name]), name
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((model[1] / "config.json").read_text())
-
-
 def test_transport_quantizes_the_weights_that_the_checkpoint_has_in_fp8(model: Model) -> None:
     here, (plain, quantized) = ProcessPlace("node", pid=7), model
     for path in (plain, quantized):
@@ -158,12 +136,8 @@ def engine_of(cluster: Cluster, model: Path, log_dir: Path) -> Iterator[SGLangCl
 
 def greedy(client: SGLangClient) -> tuple[list[int], Tensor]:
     """Token ids and log-probs of a greedy response."""
-
-    async def generate() -> Any:
-        async with SGLangClient(client.urls) as own:
-            return await own.generate(PROMPT, {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True})
-
-    [generation] = asyncio.run(generate())
+    sampling = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+    [generation] = generate_once(client.urls, PROMPT, sampling)
     return generation.token_ids, torch.tensor(generation.logprobs)
 
 

@@ -47,7 +47,7 @@ def reference(experts: GroupedExperts, tokens: torch.Tensor, counts: list[int], 
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("counts", [[4, 0, 6], [0, 3, 0], [0, 0, 0], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("counts", [[4, 0, 6], [0, 3, 0], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_experts_equal_a_loop_and_unused_ones_get_zero_gradients(device: str, counts: list[int]) -> None:
     experts, results = make_experts(len(counts), device), []

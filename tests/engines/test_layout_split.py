@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.megatron.parallel import ParallelLayout
-from penstock.engines.parallel_layout import FIRST_STAGE_FLAG, LAST_STAGE_FLAG, check_pipeline, split_layers
+from penstock.engines.parallel_layout import check_pipeline
 from penstock.flows.options import flags
 from penstock.storage.errors import LayoutError
 from tests.engines.megatron_reference import SHAPE
@@ -16,33 +16,6 @@ from tests.engines.megatron_reference import SHAPE
 def options_of(text: str) -> dict[str, Any]:
     """Return the Megatron options of a part of a command line."""
     return flags.parse_config(["--hf-checkpoint", "x", *text.split()]).train.megatron.model_dump()
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "pipeline", "text", "stages"),
-    [
-        (61, 1, "", [61]),
-        (60, 4, "", [15] * 4),
-        (61, 2, f"{FIRST_STAGE_FLAG} 31", [31, 30]),
-        (61, 2, f"{LAST_STAGE_FLAG} 30", [31, 30]),
-        (61, 2, f"{FIRST_STAGE_FLAG} 31 {LAST_STAGE_FLAG} 30", [31, 30]),
-        (61, 4, f"{LAST_STAGE_FLAG} 13", [16, 16, 16, 13]),
-        (61, 8, f"{FIRST_STAGE_FLAG} 7 {LAST_STAGE_FLAG} 6", [7, *[8] * 6, 6]),
-        (61, 8, f"{FIRST_STAGE_FLAG} 5", [5, *[8] * 7]),
-    ],
-)
-def test_split_layers_equals_megatrons_split(num_layers: int, pipeline: int, text: str, stages: list[int]) -> None:
-    from penstock.engines.megatron.model.transformer_config import transformer_config
-
-    # isort: split
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-
-    shape, options = SHAPE.model_copy(update={"num_layers": num_layers}), options_of(text)
-    check_pipeline(shape, pipeline, None, options)
-    config = transformer_config(shape, ParallelLayout(pipeline=pipeline), overrides=options)
-    assert [get_num_layers_to_build(config, pp_rank=rank) for rank in range(pipeline)] == stages
-    first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
-    assert split_layers(num_layers, pipeline, first, last) == stages
 
 
 def test_error_suggests_flags_that_work() -> None:
@@ -80,7 +53,6 @@ def test_error_for_61_layers_on_two_stages_suggests_a_smaller_last_stage() -> No
     [
         (1, {"num_layers_in_first_pipeline_stage": 2}),
         (2, {"num_layers_in_first_pipeline_stage": 0}),
-        (2, {"num_layers_in_first_pipeline_stage": "two"}),
         (2, {"num_layers_in_last_pipeline_stage": 60}),
         (2, {"num_layers_in_last_pipeline_stage": 59, "num_layers_in_first_pipeline_stage": 2}),
         (2, {"num_layers_in_last_pipeline_stage": 1, "account_for_loss_in_pipeline_split": True}),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from penstock.engines.lora import LoraOptions, adapter_targets, check_adapters
 from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
 from tests.engines.lora_ranks import CASES
-from tests.engines.megatron_reference import FULL, PACKS, SELECTIVE, SHAPE, cross_entropy, make_engine, train
+from tests.engines.megatron_reference import PACKS, SELECTIVE, SHAPE, cross_entropy, make_engine, train
 from tests.families import make_family
 
 MIXTURE = SHAPE.model_copy(
@@ -61,11 +60,6 @@ def test_adapters_that_parallel_sizes_do_not_allow_are_refused() -> None:
         check(("experts",), pipeline=2)
 
 
-def test_scale_is_pefts() -> None:
-    options = LoraOptions(lora_rank=16, lora_alpha=8, lora_target_modules=["attention"])
-    assert options.scale == 0.5 and options.model_copy(update={"lora_use_rslora": True}).scale == 2
-
-
 def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(world: None, tmp_path: Path) -> None:
     lora = LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=["attention", "linear_fc2"])
     full = make_engine(dtype="bf16", seed=3)
@@ -91,20 +85,11 @@ def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(wor
         assert torch.equal(ours["logits"], theirs["logits"])
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param({"overlap_param_gather": True, "overlap_grad_reduce": True}, marks=pytest.mark.full),
-        pytest.param(FULL, marks=pytest.mark.full),
-        {**SELECTIVE, "recompute_modules": ["mla_up_proj", "core_attn", "moe", "mlp"]},
-        pytest.param({"optimizer_cpu_offload": True}, marks=pytest.mark.full),
-    ],
-    ids=["overlap", "full recomputation", "selective recomputation", "offloaded optimizer"],
-)
-def test_options_of_megatron_do_not_change_how_adapters_are_trained(
-    world: None, tmp_path: Path, overrides: dict[str, Any]
-) -> None:
-    shape = read_shape(make_family(tmp_path, "deepseek-v3"))
+def test_options_of_megatron_do_not_change_how_adapters_are_trained(world: None, tmp_path: Path) -> None:
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+    shape = read_shape(make_family(tmp_path, "deepseek-v3", num_hidden_layers=2, **experts))
+    overrides = {**SELECTIVE, "recompute_modules": ["mla_up_proj", "core_attn", "moe", "mlp"]}
+    overrides |= {"overlap_param_gather": True, "overlap_grad_reduce": True, "optimizer_cpu_offload": True}
     lora = LoraOptions(lora_rank=8, lora_alpha=8, lora_target_modules=["all-linear"])
     plain, other = (make_engine(shape, changed, dtype="bf16", lora=lora, seed=3) for changed in ({}, overrides))
     assert train(other, range(2)) == train(plain, range(2))

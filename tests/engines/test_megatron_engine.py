@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel
 from penstock.storage.disk import hash_file
@@ -15,7 +14,6 @@ from tests.engines.megatron_reference import (
     LENGTHS,
     OPTIMIZER,
     PACKS,
-    SHAPE,
     cross_entropy,
     hf_loss,
     hf_model,
@@ -84,12 +82,12 @@ def test_first_step_is_adamw(engine: Any) -> None:
 
 
 def test_resume_is_bit_exact(engine: Any, tmp_path: Path) -> None:
-    train(engine, range(2))
+    train(engine, range(1))
     engine.save(tmp_path, {"run": "r", "version": 2})
-    expected = train(engine, range(10, 14))
+    expected = train(engine, range(10, 12))
     other = make_engine(seed=99)
     assert other.load(tmp_path) == {"run": "r", "version": 2}
-    assert train(other, range(10, 14)) == expected
+    assert train(other, range(10, 12)) == expected
 
 
 def test_saved_files_have_the_returned_hashes_and_load_in_megatron(engine: Any, tmp_path: Path) -> None:
@@ -122,35 +120,16 @@ def test_resume_with_another_schedule_keeps_the_step_count(tmp_path: Path) -> No
 def test_load_weights_resets_the_optimizer(engine: Any, tmp_path: Path) -> None:
     first = engine.digest()
     engine.save(tmp_path, {})
-    from_start = train(engine, range(3))
+    from_start = train(engine, range(2))
     assert engine.digest() != first
     engine.load_weights(tmp_path)
     assert engine.digest() == first
-    assert train(engine, range(3)) == from_start
+    assert train(engine, range(2)) == from_start
 
 
 def test_load_of_an_empty_directory_fails(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         engine.load(tmp_path)
-
-
-def test_using_a_snapshot_restores_the_weights_afterwards(engine: Any) -> None:
-    snapshot, start = engine.snapshot_weights(), engine.digest()
-    reference = engine.forward_backward(PACKS, cross_entropy, forward_only=True)
-    train(engine, range(1))
-    trained = engine.digest()
-    with engine.using_weights(snapshot):
-        again = engine.forward_backward(PACKS, cross_entropy, forward_only=True)
-        assert engine.digest() == start
-    assert all(torch.equal(a["logits"], b["logits"]) for a, b in zip(reference, again))
-    assert engine.digest() == trained != start
-
-
-def test_gathered_weights_are_all_weights_under_global_names(engine: Any, hf: Any) -> None:
-    expected = to_megatron(dict(hf.state_dict()))
-    weights = {name: tensor.cpu() for name, tensor in engine.gather_weights().tensors}
-    assert set(weights) == set(expected) == set(engine.digest())
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
@@ -160,24 +139,15 @@ def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
     assert engine.digest() == before
 
 
-@pytest.mark.parametrize(
-    "options", [{"overlap_grad_reduce": True, "bucket_size": 3000}, {}], ids=["several buckets", "deterministic"]
-)
-def test_performance_options_do_not_change_results(
-    engine: Any, hf: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
-    from penstock.engines.megatron.engine import use_deterministic_kernels
-
+def test_several_buckets_do_not_change_results(engine: Any, hf: Any, tmp_path: Path) -> None:
     plain = train(engine, range(2))
-    if not options:
-        use_deterministic_kernels()
-    other = make_engine(overrides=options)
+    other = make_engine(overrides={"overlap_grad_reduce": True, "bucket_size": 3000})
     put_weights(other, to_megatron(dict(hf.state_dict())))
     assert train(other, range(2))[:3] == plain[:3]
-    other.save(tmp_path, {})  # with several buckets moments must not shift
-    expected = train(other, range(3))
+    other.save(tmp_path, {})  # moments must not shift
+    expected = train(other, range(2))
     other.load(tmp_path)
-    assert train(other, range(3)) == expected
+    assert train(other, range(2)) == expected
 
 
 def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
@@ -185,11 +155,11 @@ def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
     put_weights(engine, to_megatron(dict(hf.state_dict())))
     outputs = engine.forward_backward(PACKS, cross_entropy, forward_only=True)
     assert outputs[0]["loss"].item() == pytest.approx(hf_loss(hf, PACKS[:1]).item(), rel=0.02)
-    train(engine, range(2))
+    train(engine, range(1))
     engine.save(tmp_path, {})
-    expected = train(engine, range(3))
+    expected = train(engine, range(2))
     engine.load(tmp_path)
-    assert train(engine, range(3)) == expected
+    assert train(engine, range(2)) == expected
 
 
 def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:
@@ -205,14 +175,3 @@ def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:
 def test_expert_tensor_size_above_tensor_size_fails_without_nccl() -> None:
     with pytest.raises(LayoutError, match=r"--expert-tensor-parallel-size 2.*--tensor-model-parallel-size 1"):
         init_parallel(0, 2, "file:///nowhere", ParallelLayout(expert_tensor=2))
-
-
-def test_meta_model_has_every_name_but_no_data() -> None:
-    from penstock.engines.megatron.model.gpt import build_meta_model
-
-    model = build_meta_model(SHAPE)
-    assert all(param.is_meta for param in model.parameters())
-    assert {name for name, _ in model.named_parameters()} == {
-        name for name, _ in make_engine().gather_weights().tensors
-    }
-    assert dist.get_world_size() == 1

@@ -37,15 +37,7 @@ def share_of_freed_main_params(engine: Any) -> float:
     return sum(param.numel() for param in freed) / sum(param.numel() for param in params)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fraction"),
-    [
-        pytest.param("fp32", 1.0, marks=pytest.mark.full),
-        ("fp32", 0.4),
-        pytest.param("bf16", 1.0, marks=pytest.mark.full),
-        pytest.param("bf16", 0.4, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "fraction"), [("fp32", 0.4), pytest.param("bf16", 1.0, marks=pytest.mark.full)])
 def test_offloaded_state_gives_the_same_results(
     dtype: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +46,7 @@ def test_offloaded_state_gives_the_same_results(
     monkeypatch.setattr(offload, "CHUNK_NUMEL", 3000)  # several chunks, and parameters larger than a chunk
     plain = make_engine(MIXTURE, dtype)
     offloaded = make_engine(MIXTURE, dtype, **OFFLOAD, optimizer_offload_fraction=fraction)
-    assert train(offloaded, range(3)) == train(plain, range(3))
+    assert train(offloaded, range(2)) == train(plain, range(2))
     if torch.cuda.is_available():
         on_host = [moment for moment in moments(offloaded) if moment.device.type == "cpu"]
         assert all(moment.is_pinned() for moment in on_host)
@@ -66,17 +58,17 @@ def test_offloaded_state_gives_the_same_results(
 
     offloaded.save(tmp_path / "offloaded", {})
     plain.save(tmp_path / "plain", {})
-    expected = train(plain, range(5, 8))
+    expected = train(plain, range(5, 6))
     for saved, engine in (("plain", offloaded), ("offloaded", plain)):  # checkpoints do not depend on offloading
         places = [moment.data_ptr() for moment in moments(offloaded)]
         freed = share_of_freed_main_params(engine)
         engine.load(tmp_path / saved)
-        assert train(engine, range(5, 8)) == expected
+        assert train(engine, range(5, 6)) == expected
         engine.load_weights(tmp_path / saved)
         assert share_of_freed_main_params(engine) == freed
         if fraction == 1:
             assert [moment.data_ptr() for moment in moments(offloaded)] == places  # pinned memory is allocated once
-    assert train(offloaded, range(3)) == train(plain, range(3))
+    assert train(offloaded, range(1)) == train(plain, range(1))
 
 
 def test_step_moves_state_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,32 +111,29 @@ def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
     copies: list[int] = []
     inner.register_step_pre_hook(lambda *_: copies.append(sum(param.grad.nbytes for param in params)))
     before = engine.digest()
-    result = train(engine, range(3))
-    assert copies == [estimate_trainer_memory(SHAPE, ParallelLayout(), 1, TrainerOptions(megatron=options)).update] * 3
+    result = train(engine, range(2))
+    assert copies == [estimate_trainer_memory(SHAPE, ParallelLayout(), 1, TrainerOptions(megatron=options)).update] * 2
     assert not any(param.grad is not None for param in params)
-    assert train(offloaded, range(3)) == result and before.items().isdisjoint(result[2].items())
-    expected = train(plain, range(3))
+    assert train(offloaded, range(2)) == result and before.items().isdisjoint(result[2].items())
+    expected = train(plain, range(2))
     assert result[:2] != expected[:2]
     for ours, theirs in zip(result[:2], expected[:2]):
         assert ours == pytest.approx(theirs, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("shape", "overrides"),
+    ("shape", "dtype", "overrides"),
     [
-        (SHAPE, {**FULL, "recompute_method": "block", "recompute_num_layers": 3}),
-        (SHAPE, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
-        (MIXTURE, FULL),
-        (MIXTURE, {**SELECTIVE, "recompute_modules": ["moe", "core_attn"]}),
-        (MIXTURE, {**SELECTIVE, "recompute_modules": ["shared_experts"]}),
-        (MIXTURE, {**SELECTIVE, "recompute_modules": ["moe_act", "mlp"], "moe_grouped_gemm": True}),
-        (LATENT, {**FULL, "recompute_num_layers": 2}),
-        (LATENT, SELECTIVE),
-        (LATENT, {**SELECTIVE, "recompute_modules": ["mla_up_proj"]}),
+        (SHAPE, "fp32", {**FULL, "recompute_method": "block", "recompute_num_layers": 3}),
+        (SHAPE, "bf16", {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
+        (MIXTURE, "fp32", {**SELECTIVE, "recompute_modules": ["moe", "core_attn"]}),
+        (MIXTURE, "bf16", {**SELECTIVE, "recompute_modules": ["shared_experts"]}),
+        (MIXTURE, "fp32", {**SELECTIVE, "recompute_modules": ["moe_act", "mlp"], "moe_grouped_gemm": True}),
+        (LATENT, "bf16", {**FULL, "recompute_num_layers": 2}),
+        (LATENT, "fp32", {**SELECTIVE, "recompute_modules": ["mla_up_proj"]}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_recomputation_gives_identical_results(shape: ModelShape, overrides: dict[str, Any], dtype: str) -> None:
+def test_recomputation_gives_identical_results(shape: ModelShape, dtype: str, overrides: dict[str, Any]) -> None:
     """Without the options that a resumed run may change, the results are the same."""
     fixed = {name: value for name, value in overrides.items() if name == "moe_grouped_gemm"}
     recomputing, plain = make_engine(shape, dtype, **overrides), make_engine(shape, dtype, **fixed)
@@ -160,11 +149,10 @@ def test_options_that_change_no_result_are_recognized() -> None:
     assert kept == fixed | {"recompute_modules": ["layernorm"]}
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE, LATENT])
-def test_recomputed_norms_differ_only_by_rounding(shape: ModelShape) -> None:
+def test_recomputed_norms_differ_only_by_rounding() -> None:
     """On a CPU a norm's input has two gradients and the residual one: recomputation adds the two first."""
-    recomputing = make_engine(shape, **SELECTIVE, recompute_modules=["layernorm"])
-    ours, theirs = train(recomputing, range(2)), train(make_engine(shape), range(2))
+    recomputing = make_engine(LATENT, **SELECTIVE, recompute_modules=["layernorm"])
+    ours, theirs = train(recomputing, range(2)), train(make_engine(LATENT), range(2))
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 

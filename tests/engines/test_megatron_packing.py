@@ -19,10 +19,8 @@ from tests.engines.megatron_reference import LENGTHS, make_pack
 
 import_megatron()
 
-from penstock.engines.families.shape import Rotary  # noqa: E402
 from penstock.engines.megatron.model import attention, transformer_config  # noqa: E402
 from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention, packed_attention  # noqa: E402
-from penstock.engines.megatron.model.norm_and_rope import apply_rope_unfused, rope_cos_sin  # noqa: E402
 from penstock.engines.megatron.model.transformer_config import FA4, AttentionKernel, choose_attention_kernel  # noqa: E402
 from penstock.engines.megatron.packing import make_buckets, pack_stream  # noqa: E402
 
@@ -72,7 +70,7 @@ def test_bucketed_attention_equals_naive_attention(seed: int) -> None:
         torch.testing.assert_close(ours, naive)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_buckets_have_every_token_once_and_little_padding(seed: int) -> None:
     lengths = random_lengths(seed)
     starts = make_pack(lengths).cu_seqlens.tolist()
@@ -104,9 +102,11 @@ class ThreadGroup:
 
 
 # 6 heads over 4 ranks and 7 over 2: heads of zeros are added; one group of 4 heads: each rank gets a copy
-@pytest.mark.parametrize("num_heads", [(4, 2), (4, 4), (4, 1), (6, 3), (7, 1), (12, 6)], ids=str)
-@pytest.mark.parametrize("context", [2, 4])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("context", "tensor", "num_heads"),
+    [(2, 1, (4, 2)), (4, 2, (4, 4)), (4, 1, (4, 1)), (4, 1, (6, 3)), (2, 2, (7, 1)), (2, 1, (12, 6)), (4, 2, (4, 2))],
+    ids=str,
+)
 def test_attention_over_context_parallel_ranks_equals_one_rank(
     context: int, tensor: int, num_heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,18 +147,6 @@ def test_padding_is_a_sequence_of_its_own_and_routers_process_a_part_of_the_toke
     assert (len(padding.token_ids), padding.num_tokens) == (1, 0)
 
 
-def test_rotate_is_a_complex_rotation_of_pairs() -> None:
-    x = torch.randn(50, 2, 16, dtype=torch.float64)
-    cosines, sines = rope_cos_sin(torch.arange(50), 16, Rotary(base=10000.0))
-    rotated = apply_rope_unfused(x, cosines.double(), sines.double())
-    pairs = torch.complex(x[..., :8], x[..., 8:])
-    angles = torch.arange(50)[:, None, None] * 10000.0 ** (-torch.arange(8) / 8)
-    expected = pairs * torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())
-    torch.testing.assert_close(rotated, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
-    assert F.cosine_similarity(rotated[0].flatten(), x[0].flatten(), dim=0) > 1 - 1e-12  # position 0 is not rotated
-
-
 def shape_with_heads(keys: int, values: int) -> Any:
     return SimpleNamespace(head_dim=keys, latent=None if keys == values else SimpleNamespace(v_head_dim=values))
 
@@ -175,13 +163,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_config, "distributions", lambda name: iter([name]))
 
 
-@pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
+@pytest.mark.parametrize("backend", [None, "auto", "flash", "unfused", "local"])
 def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None) -> None:
     assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16", HEADS) == "padded"
     assert choose_attention_kernel(backend, "fp32", HEADS) == "padded"
 
 
-@pytest.mark.parametrize("backend", [None, "auto", "flash", "fused"])
+@pytest.mark.parametrize("backend", [None, "flash"])
 @pytest.mark.parametrize(("keys", "values", "kernel"), [(128, 128, "fa4"), (192, 128, "fa4"), (80, 80, "torch")])
 def test_fa4_is_chosen_for_tested_heads(hopper: None, backend: str | None, keys: int, values: int, kernel: str) -> None:
     heads = shape_with_heads(keys, values)

@@ -1,7 +1,6 @@
-"""The critic's model: one rank compared with Hugging Face, every layout of two ranks with one rank, and checkpoints."""
+"""The critic's model: one rank compared with Hugging Face, and checkpoints. `tests/train/layout_ranks.py` has
+layouts."""
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.engines.megatron.train_backend import MegatronBackend
-from penstock.storage.errors import ModelError
 from tests.engines import megatron_reference
 from tests.engines.megatron_reference import PACKS, SHAPE, Pack, hf_model, put_weights, to_megatron
 
@@ -83,46 +81,6 @@ def test_head_is_initialized_by_the_seed_unless_the_checkpoint_has_one(base: tup
     assert first.digest() == load_engine(base[1], seed=5).digest()
 
 
-def test_resume_is_bit_exact(base: tuple[Any, Path], tmp_path: Path) -> None:
-    engine = load_engine(base[1])
-    train(engine)
-    engine.save(tmp_path, {"version": 1})
-    expected, digests = train(engine), (engine.digest(), engine.optimizer_state_digest())
-    other = make_engine(seed=99)
-    assert other.load(tmp_path) == {"version": 1}
-    assert train(other) == expected
-    assert (other.digest(), other.optimizer_state_digest()) == digests
-
-
-@pytest.mark.full
-def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[Any, Path], tmp_path: Path) -> None:
-    """Their checkpoints, and that of a refreshed reference, share a directory."""
-    policy, critic = make_engine(role="policy"), load_engine(base[1])
-    policy.load_weights(base[1])
-    reference = policy.snapshot_weights()
-    single = load_engine(base[1])
-    expected = train(single), train(single)
-    first = train(critic)
-    with torch.no_grad():
-        for _, weight in policy.gather_weights().tensors:
-            weight.mul_(1.5)
-    digest = policy.digest()
-    with policy.using_weights(reference):
-        policy.save(tmp_path / "reference", None)
-    critic.save(tmp_path / "critic", {"version": 1})
-    policy.save(tmp_path, {"version": 1})
-    assert policy.digest() == digest
-
-    policy, critic = make_engine(role="policy", seed=3), make_engine(seed=4)
-    assert policy.load(tmp_path) == critic.load(tmp_path / "critic") == {"version": 1}
-    assert policy.digest() == digest
-    assert (first, train(critic)) == expected
-    policy.load_weights(tmp_path / "reference")
-    assert policy.digest() == load_engine(base[1], role="policy").digest()
-    with pytest.raises(ModelError, match=re.escape(str(tmp_path / "reference"))):
-        policy.load(tmp_path / "reference")
-
-
 def test_every_file_of_a_checkpoint_is_written_by_one_rank() -> None:
     is_written_by_rank = MegatronBackend().is_written_by_rank
     second = ["__1_0.distcp", "critic/__1_2.distcp"]
@@ -139,13 +97,6 @@ def test_bf16_values_are_float32(base: tuple[Any, Path]) -> None:
     ]
     assert (values[0] - values[1]).abs().max() < 0.05 * values[0].abs().max()  # how sums are rounded depends on the CPU
     assert len(values[1].bfloat16().float().sub(values[1]).nonzero()) > len(values[1]) // 2, "rounded to bf16"
-
-
-@pytest.mark.integration
-def test_layouts_of_two_ranks_train_the_same_critic_with_experts(run_two_ranks: Callable[..., str]) -> None:
-    """`value_ranks.py` compares losses and gradient norms of four steps, weights after a step, and checkpoints of
-    another layout."""
-    run_two_ranks("value_ranks.py")
 
 
 def load_engine(directory: Path, **options: Any) -> Any:

@@ -50,10 +50,22 @@ def test_estimate_is_near_the_measured_memory(name: str, megatron: dict[str, Any
         assert (plan.activations + plan.temporary) / GIB == pytest.approx(ABOVE_STATE, rel=0.05)
 
 
-@pytest.mark.parametrize("critic", [False, True])
-@pytest.mark.parametrize("options", [{}, {"grad_reduce_in_fp32": False}, {"optimizer_cpu_offload": True}], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", SHAPES)
+BF16_GRADIENTS, OFFLOAD = {"grad_reduce_in_fp32": False}, {"optimizer_cpu_offload": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options", "critic"),
+    [
+        ("dense", "bf16", {}, True),
+        ("dense", "fp32", OFFLOAD, False),
+        ("biases", "bf16", OFFLOAD, True),
+        ("sandwich", "fp32", BF16_GRADIENTS, True),
+        ("mixture", "bf16", BF16_GRADIENTS, False),
+        ("mixture", "fp32", {}, True),
+        ("latent", "bf16", OFFLOAD, False),
+        ("latent", "fp32", BF16_GRADIENTS, False),
+    ],
+)
 def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: dict[str, Any], critic: bool) -> None:
     plan = estimate_trainer_memory(
         SHAPES[name], ParallelLayout(), 1, TrainerOptions(dtype, megatron=options, critic=critic)
@@ -63,14 +75,11 @@ def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: 
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("selection", "num_layouts"), [("some", 4), pytest.param("all", 8, marks=pytest.mark.full)])
-def test_plan_equals_built_models_of_two_ranks(
-    run_two_ranks: Callable[..., str], selection: str, num_layouts: int
-) -> None:
-    assert f"{num_layouts} layouts equal" in run_two_ranks("built_memory.py", selection)
+def test_plan_equals_built_models_of_two_ranks(run_two_ranks: Callable[..., str]) -> None:
+    assert "5 layouts equal" in run_two_ranks("built_memory.py")
 
 
-@pytest.mark.parametrize("name", REAL_MODELS)
+@pytest.mark.parametrize("name", ["qwen3-8B", "qwen3-30B-A3B", "deepseek-v3", "glm4-9B"])
 def test_one_rank_holds_all_parameters_and_more_ranks_need_less(name: str) -> None:
     shape = REAL_MODELS[name].shape
     assert plan_of(name).parameters == shape.num_parameters
@@ -107,7 +116,9 @@ EMBEDDING, LOSS = (f"account_for_{part}_in_pipeline_split" for part in ("embeddi
     [
         (24, dict(pipeline=4), {}),
         (24, dict(pipeline=4, virtual_pipeline=3), {}),
+        (61, dict(pipeline=2), {FIRST: 31}),
         (61, dict(pipeline=4), {LAST: 13}),
+        (61, dict(pipeline=8), {FIRST: 7, LAST: 6}),
         (20, dict(pipeline=4, virtual_pipeline=2), {FIRST: 2, LAST: 2}),
         (22, dict(pipeline=4), {EMBEDDING: True, LOSS: True}),
         (23, dict(pipeline=4, virtual_pipeline=2), {LOSS: True}),
@@ -192,7 +203,7 @@ def test_engine_memory_of_known_models() -> None:
     assert engine_plan("deepseek-v3", 1).kv_cache_bytes == 0
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.5, "x", True])
+@pytest.mark.parametrize("share", [0, 1, "x", True])
 def test_invalid_static_share_is_refused(share: Any) -> None:
     with pytest.raises(EngineError, match="--sglang-mem-fraction-static takes a number between 0 and 1"):
         engine_plan("qwen3-0.6B", 1, mem_fraction_static=share)
@@ -207,9 +218,7 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_visible_gpus([10, 20, 30]) == [10, 20, 30]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("chunk", [4096, 8192])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "chunk", "tensor"), [("bf16", 4096, 1), ("bf16", 8192, 2), ("fp32", 4096, 2)])
 def test_an_fp32_head_doubles_logits_and_their_gradients_of_a_model_in_bf16(
     dtype: str, chunk: int, tensor: int
 ) -> None:

@@ -136,11 +136,6 @@ def test_a_chosen_port_can_be_bound_and_is_not_chosen_again() -> None:
 def test_waiting_client_cannot_take_the_port_of_the_server_that_it_waits_for() -> None:
     """A client connects to itself if the kernel gives it the port that it tries to reach."""
     assert all(20_000 <= reserve_free_port() < int(network.OUTGOING_PORTS.read_text().split()[0]) for _ in range(50))
-    for _ in range(3):  # the reason: without a listener, this connection succeeds
-        with socket.socket() as client:
-            client.bind(("127.0.0.1", 0))
-            client.connect(client.getsockname())
-            assert not is_free(client.getsockname()[1])
 
 
 def test_a_port_whose_derived_port_is_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

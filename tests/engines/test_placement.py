@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.placement import (
-    NodeLost,
-    Placement,
-    PlacementOptions,
-    first_gpus,
-    num_engine_nodes,
-    order_nodes,
-)
+from penstock.engines.placement import NodeLost, Placement, PlacementOptions, first_gpus, num_engine_nodes, order_nodes
 from penstock.storage.errors import LayoutError
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.packing import UNKNOWN, StreamRouting
-from tests.engines.megatron_reference import FULL, SELECTIVE
-from tests.engines.replay_ranks import make_engine, random_record, replay_packs
+from tests.engines.megatron_reference import SELECTIVE
+from tests.engines.replay_ranks import make_engine, put_records, replay_packs
 from tests.families import hf_model, make_family
 
 
@@ -70,15 +70,14 @@ def test_record_gets_the_rows_of_a_rank() -> None:
     assert choices[8].tolist() == [[-1, -1], [-1, -1], [12, 13], [-1, -1], [14, 15], [10, 11]]
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
-def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict[str, ModelShape], name: str) -> None:
-    engine, packs = make_engine(shapes[name]), replay_packs()
+def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict[str, ModelShape]) -> None:
+    shape = shapes["deepseek-v3"]
+    engine, packs = make_engine(shape), replay_packs()
     before = forward_backward(engine, packs)
     recorded = forward_only(engine, packs, "record")
     assert all(torch.equal(x, y) for x, y in zip(recorded, before[0])), "recording must not change results"
-    experts = shapes[name].experts
-    assert experts is not None
-    layers = range(experts.num_dense_layers, shapes[name].num_layers)
+    assert shape.experts is not None
+    layers = range(shape.experts.num_dense_layers, shape.num_layers)
     records = [{layer: choice.clone() for layer, choice in pack.routing.items()} for pack in packs]
     assert [list(record) for record in records] == [list(layers)] * len(packs)
     again = forward_backward(engine, packs, "replay")
@@ -101,9 +100,7 @@ def test_replay_equals_transformers_with_the_same_experts(
 ) -> None:
     """Log-probs and gradients, the router's included, of random experts; some tokens have no record."""
     engine = make_engine(shapes["qwen3-moe"], checkpoint)
-    packs = replay_packs()
-    for number, pack in enumerate(packs):
-        pack.routing = random_record(len(pack.token_ids), shapes["qwen3-moe"], seed=number)
+    packs = put_records(replay_packs(), shapes["qwen3-moe"])
     ours, gradients = forward_backward(engine, packs, "replay")
 
     model = hf_model(checkpoint)
@@ -142,38 +139,20 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
         gate.forward = forward
 
 
-def replay_and_free(shape: ModelShape, overrides: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    """Return the results with random experts, and with those that the routers choose."""
-    engine, packs = make_engine(shape, overrides=overrides), replay_packs()
-    for number, pack in enumerate(packs):
-        pack.routing = random_record(len(pack.token_ids), shape, seed=number)
-    return [forward_backward(engine, packs, routing) for routing in ("replay", None)]
-
-
-@pytest.fixture(scope="module")
-def not_recomputed(world: None, shapes: dict[str, ModelShape]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-    return replay_and_free(shapes["deepseek-v3"], {})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [FULL, SELECTIVE | {"recompute_modules": ["moe", "layernorm"]}, SELECTIVE | {"recompute_modules": ["moe"]}],
-)
-def test_recomputation_replays_the_same_experts(
-    not_recomputed: Any, shapes: dict[str, ModelShape], options: dict[str, Any]
-) -> None:
-    (plain, gradients), free = not_recomputed
-    (recomputed, same_gradients), _ = replay_and_free(shapes["deepseek-v3"], options)
+def test_recomputation_replays_the_same_experts(world: None, shapes: dict[str, ModelShape]) -> None:
+    """`replay_ranks.py` replays with the other kinds of recomputation."""
+    shape, packs = shapes["deepseek-v3"], put_records(replay_packs(), shapes["deepseek-v3"])
+    engine = make_engine(shape)
+    plain, gradients = forward_backward(engine, packs, "replay")
+    free, _ = forward_backward(engine, packs)
+    recomputing = make_engine(shape, overrides=SELECTIVE | {"recompute_modules": ["moe", "layernorm"]})
+    recomputed, same_gradients = forward_backward(recomputing, packs, "replay")
     assert all(torch.equal(x, y) for x, y in zip(plain, recomputed))
     for name, gradient in gradients.items():
         torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-5, atol=1e-6)
-    assert max((x - y).abs().max() for x, y in zip(plain, free[0])) > 1e-3, "replay must change the results"
+    assert max((x - y).abs().max() for x, y in zip(plain, free)) > 1e-3, "replay must change the results"
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("selection", "num_layouts"), [("some", 3), pytest.param("all", 6, marks=pytest.mark.full)])
-def test_replay_under_every_layout_of_two_ranks(
-    run_two_ranks: Callable[..., str], selection: str, num_layouts: int
-) -> None:
-    log = run_two_ranks("replay_ranks.py", selection)
-    assert log.count(" ok") == 2 * num_layouts
+def test_replay_under_every_layout_of_two_ranks(run_two_ranks: Callable[..., str]) -> None:
+    assert run_two_ranks("replay_ranks.py").count(" ok") == 2 * 4

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,70 +20,31 @@ from penstock.engines.serving.server import EngineServer, ServerSpec
 from penstock.engines.sglang.backend import SGLangServer
 from penstock.storage.errors import EngineError
 
-PRINT = "import os; print(*(f'{name}={value}' for name, value in os.environ.items()), sep='\\n', flush=True)"
-
-
-class PrintingServer(SGLangServer):
-    """Prints its environment into its log, and ends."""
-
-    name = "printing"
-
-    def command(self, port: int) -> list[str]:
-        return [sys.executable, "-c", PRINT]
-
-    def is_ready(self) -> bool:
-        return False
-
-
-def inherited(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **spec: dict[str, str]) -> bool:
-    monkeypatch.setenv(name, "12345-of-the-run")
-    server = PrintingServer(ServerSpec(model_path="model", log_dir=str(directory), **spec))
-    with pytest.raises(RuntimeError, match="failed to start"):
-        server.start()
-    [log] = directory.glob("*.log")
-    assert "PENSTOCK_SERVER_PARENT=" in log.read_text()
-    return f"\n{name}=12345-of-the-run" in log.read_text()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DUMPER_SERVER_PORT",  # a port on all interfaces, or a route of the server
-        "DUMPER_ENABLE",
-        "DUMPER_SOURCE_PATCHER_CONFIG",  # changes SGLang's source
-        "DUMPER_GRAFTER_TRANSFORM_PATH",  # a function to call
-        "SGLANG_GRPC_PORT",  # a second server, without the key
-        "SGLANG_RUST_SERVER",  # another HTTP server
-        "SGLANG_PORT",
-        "SGLANG_TCP_STORE_PORT",
-        "SGLANG_BACKUP_PORT_BASE",
-        "SGLANG_HOST_IP",
-        "SGLANG_ZBAL_BOOTSTRAP_URL",
-        "SGLANG_TEST_SCRIPTED_RUNTIME",  # runs scripts in the scheduler
-        "SGLANG_TEST_SCRIPTED_RUNTIME_IPC_ADDR",
-        "SGLANG_TEST_SCRIPTED_RUNTIME_SYS_PATH_ENTRY",
-        "SGLANG_TEST_RETRACT",
-    ],
+REMOVED = (
+    "DUMPER_SERVER_PORT",  # a port on all interfaces, or a route of the server
+    "DUMPER_SOURCE_PATCHER_CONFIG",  # changes SGLang's source
+    "SGLANG_GRPC_PORT",  # a second server, without the key
+    "SGLANG_RUST_SERVER",  # another HTTP server
+    "SGLANG_PORT",
+    "SGLANG_BACKUP_PORT_BASE",
+    "SGLANG_HOST_IP",
+    "SGLANG_ZBAL_BOOTSTRAP_URL",
+    "SGLANG_TEST_SCRIPTED_RUNTIME_IPC_ADDR",
+    "SGLANG_TEST_RETRACT",  # as all settings of SGLang's tests
 )
-def test_variable_that_opens_a_port_or_runs_code_does_not_reach_an_engine(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+INHERITED = {"SGLANG_HEALTH_CHECK_TIMEOUT", "SGLANG_WAIT_PORT_TIMEOUT", "SGLANG_OPT_SKIP", "NCCL_DEBUG"}
+
+
+def test_variables_that_open_a_port_or_run_code_do_not_reach_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not inherited(name, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SGLANG_HEALTH_CHECK_TIMEOUT",
-        "SGLANG_EXTERNAL_MODEL_PACKAGE",
-        "SGLANG_WAIT_PORT_TIMEOUT",
-        "SGLANG_OPT_SKIP",
-        "NCCL_DEBUG",
-        "SSL_CERT_FILE",
-    ],
-)
-def test_other_variables_reach_an_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert inherited(name, tmp_path, monkeypatch)
+    environments: list[dict[str, str]] = []
+    launch = lambda command, *, env, **streams: environments.append(env)
+    monkeypatch.setattr(server_module, "subprocess", SimpleNamespace(Popen=launch, DEVNULL=None, STDOUT=None))
+    for name in (*REMOVED, *INHERITED):
+        monkeypatch.setenv(name, "of-the-run")
+    SGLangServer(ServerSpec(model_path="model", log_dir=str(tmp_path)))._launch()
+    assert {name for name, value in environments[0].items() if value == "of-the-run"} == INHERITED
 
 
 # Binds as uvicorn does, when the file exists, and prints asyncio's message if the port is taken.
@@ -110,7 +72,7 @@ class LateServer(SGLangServer):
     go: Path
 
     def command(self, port: int) -> list[str]:
-        return [sys.executable, "-c", PROGRAM, str(port), str(self.go)]
+        return [sys.executable, "-S", "-c", PROGRAM, str(port), str(self.go)]
 
     def is_ready(self) -> bool:
         try:
@@ -123,9 +85,7 @@ class LateServer(SGLangServer):
 @pytest.fixture
 def late(tmp_path: Path) -> Iterator[LateServer]:
     """A server that binds when the file `go` exists."""
-    server = LateServer(
-        ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=3600)
-    )  # longer than a test may take
+    server = LateServer(ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=3600))
     server.go = tmp_path / "go"
     yield server
     server.stop()
@@ -182,6 +142,17 @@ def test_chosen_port_taken_while_the_model_loads_is_replaced(late: LateServer) -
         assert late.is_ready() and int(url.rpartition(":")[2]) != taken.getsockname()[1]
 
 
+def test_failed_start_is_reported_with_the_log(tmp_path: Path) -> None:
+    class FailingServer(LateServer):
+        def command(self, port: int) -> list[str]:
+            return [sys.executable, "-S", "-c", "import sys; sys.exit('no such model')"]
+
+    server = FailingServer(ServerSpec(model_path="model", log_dir=str(tmp_path)))
+    with pytest.raises(RuntimeError, match=r"(?s)failed to start.*exit code 1.*no such model"):
+        server.start()
+    assert not server.alive()
+
+
 @pytest.mark.integration
 @pytest.mark.full
 def test_sglang_that_cannot_bind_its_port_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
@@ -226,6 +197,5 @@ def test_a_dead_server_is_not_adopted_and_reports_its_exit_code_and_log_tail(ser
     server._process.wait()
     assert server.adopt("second", SPEC.digest(("0",))) is None
     report = server.exit_report()
-    assert (
-        "exit code -9" in report and report.endswith("line 99") and "line 74\n" not in report and "line 75\n" in report
-    )
+    assert "exit code -9" in report and report.endswith("line 99")
+    assert "line 74\n" not in report and "line 75\n" in report

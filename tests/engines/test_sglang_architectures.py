@@ -30,11 +30,9 @@ def test_every_supported_architecture_but_the_old_glm_is_served() -> None:
     ("architecture", "top", "inside", "served"),
     [
         ("Qwen3ForCausalLM", 64, {"rope_type": "yarn"}, False),
-        ("Qwen3ForCausalLM", 64, {"rope_type": "yarn", "original_max_position_embeddings": 128}, False),
         ("Qwen3ForCausalLM", 64, {"rope_type": "yarn", "original_max_position_embeddings": 64}, True),
         ("Qwen3ForCausalLM", 4096, {"rope_type": "yarn"}, True),
         ("Qwen3ForCausalLM", 64, {"rope_type": "default"}, True),
-        ("Qwen3ForCausalLM", None, {"type": "yarn"}, True),
         ("LlamaForCausalLM", 64, {"rope_type": "llama3"}, True),
         ("GlmForCausalLM", None, {}, False),
     ],

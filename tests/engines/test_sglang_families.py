@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 # Measured 2e-6, but 8e-5 for the two with latent attention and rms_norm_eps 1e-5: SGLang gives that epsilon to the
 # norms of the compressed queries and keys too, where transformers has 1e-6.
 TOLERANCE = 2e-4
+SERVED = [name for name in FAMILIES if name not in ("qwen2.5-7b", "llama3", "llama3.2", "glm4-32b")]  # the same code
 PREDICTING = ("glm4.5", "deepseek-v3")  # their files hold a prediction layer (MTP), as the hub's do
 
 
@@ -50,7 +51,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         )
     try:
         assert program.stdin is not None
-        for name in FAMILIES:  # while it imports SGLang
+        for name in SERVED:  # while it imports SGLang
             changes = {"num_nextn_predict_layers": 1} if name in PREDICTING else {}
             first = make_family(directory / name / "first", name, **changes)
             second = change_weights(first, directory / name / "second")
@@ -95,7 +96,7 @@ def answer_of(directory: Path, name: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SERVED)
 def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str, directory: Path) -> None:
     answer = answer_of(directory, name)
     config = json.loads((directory / name / "first/config.json").read_text())
@@ -109,7 +110,7 @@ def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str
     assert min(differences[0][1], differences[1][0]) > 1000 * TOLERANCE  # the check can fail
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SERVED)
 def test_an_update_restores_every_overwritten_tensor(name: str, directory: Path) -> None:
     """--check-weight-update-equal overwrites every tensor of an engine and expects that an update restores all."""
     answer = answer_of(directory, name)

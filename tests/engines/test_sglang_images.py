@@ -23,25 +23,12 @@ from penstock.engines.families import read_shape
 from penstock.engines.generation import Generation, PromptImage, WeightTransport
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.stages.images import ImageProcessor, SampleImages
-from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.group import EngineGenerator
-from penstock.stages.rollout.prompts.data_source import RolloutRound
-from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.stages.train.algorithms.logprobs import token_logprobs
-from penstock.stages.train.batching import Batch, pack, with_images
-from penstock.storage.errors import EngineError
-from penstock.storage.samples.sample import Sample, to_table
-from penstock.storage.store import Store
-from tests.engines.megatron_reference import make_engine, put_weights
-from tests.engines.vision_reference import under_megatron_names
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 TOLERANCE = 1e-4
 GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 # SGLang reads only patches of 14 x 14 with Qwen2.5-VL.
 CHANGES = {"qwen2.5-vl": {"vision_config": VISION | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1])}}
-CONFIG = RolloutConfig(rollout_max_response_len=8, rollout_sampling={"ignore_eos": True})
 A, B = 28, 29  # tokens of the characters a and b; the tokenizer has a token for "ab" as well
 
 
@@ -150,56 +137,6 @@ def test_a_conversation_continues_with_further_images(engine: Engine) -> None:
     [second] = engine.ask((whole, images, shown))
     assert engine.error(engine.models[0], whole, [*shown, *added], second) < TOLERANCE
     assert second.counts.cached > 0
-
-
-def test_a_prompt_with_another_number_of_image_tokens_is_refused(engine: Engine) -> None:
-    ids, images, shown = engine.prompt(2, picture(2, 2), 14)
-    fewer = [PromptImage(images[0].data, images[0].start, 3)]
-    with pytest.raises(EngineError, match=f"made {len(ids)} tokens of a prompt with images, which has {len(ids) - 1}"):
-        engine.ask((ids[:3] + ids[4:], fewer, shown))
-
-
-def test_trainer_computes_the_logprobs_of_the_engine(world: None, engine: Engine, tmp_path: Path) -> None:
-    """From files of other sizes than the model reads, over requests, the store and a micro-batch, to Megatron."""
-    client, tokenizer = connect([engine.url], 120), PromptTokenizer(engine.path, apply_chat_template=True)
-    client.update_weights(iter(load_file(engine.path / "model.safetensors").items()), "run/0")
-    images = SampleImages(Store(str(tmp_path)), ImageProcessor.load(engine.path))
-    samples = [new_sample(images, ids, sizes) for ids, sizes in [([A, B], [(60, 33)]), ([9], [(17, 90), (41, 40)])]]
-    generator = EngineGenerator(client, CONFIG, tokenizer, RolloutRound("run", 0, 0), images)
-
-    async def generate() -> None:
-        async with client:
-            await generator(samples)
-
-    asyncio.run(generate())
-    images.fail_unusable(samples)
-    assert any(any(sample.loss_mask) for sample in samples) and engine.shape.vision is not None
-    table = to_table(samples)
-    batch = with_images(Batch.from_table(table, needs_rewards=False), table, engine.shape.vision, images)
-    rows = [row for row, sample in enumerate(samples) if any(sample.loss_mask)]
-    packed, trainer = pack(batch, rows), make_engine(engine.shape)
-    put_weights(trainer, under_megatron_names(engine.shape, dict(engine.models[0].named_parameters())))
-    [output] = trainer.forward_backward([packed], trained_logprobs, forward_only=True)
-    expected = torch.from_numpy(batch.rollout_logprobs[batch.trained_positions])[packed.ordinal]
-    print("trainer and engine:", (output["logprobs"] - expected).abs().max().item())
-    assert (output["logprobs"] - expected).abs().max() < TOLERANCE
-
-
-def new_sample(images: SampleImages, text: list[int], sizes: list[tuple[int, int]]) -> Sample:
-    """Return a sample whose prompt has `text`, and a picture of each size (columns and rows of pixels)."""
-    sample, files = Sample("g-00", "g", "g-00", 0, reward=1.0), list[bytes]()
-    for size in sizes:
-        file = io.BytesIO()
-        picture(*size).save(file, "PNG")
-        files.append(file.getvalue())
-    ids = [*text, *[token for _ in sizes for token in (VISION_START, IMAGE_TOKEN, VISION_END)], *text]
-    sample.token_ids = images.add(sample, ids, files)
-    sample.loss_mask, sample.rollout_logprobs = [0] * len(sample.token_ids), [0.0] * len(sample.token_ids)
-    return sample
-
-
-def trained_logprobs(hidden: torch.Tensor, head: Any, packed: Any) -> tuple[None, dict[str, torch.Tensor]]:
-    return None, {"logprobs": token_logprobs(hidden[packed.trained], head, packed.targets)[0].detach()}
 
 
 def test_new_weights_of_the_vision_tower_are_used_for_images_that_were_seen_before(engine: Engine) -> None:

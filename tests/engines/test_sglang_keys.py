@@ -32,6 +32,9 @@ CONTROL = (
     "/update_weights_from_disk",
     "/update_weights_from_tensor",
     "/abort_request",
+    "/load_lora_adapter",
+    "/load_lora_adapter_from_tensors",
+    "/unload_lora_adapter",
 )
 
 

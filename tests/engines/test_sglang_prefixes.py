@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
-import openai
 import pytest
 import torch
 from families import hf_model, logprob_error
+from small_servers import generate_once
 
 from penstock.engines.generation import Generation, TokenCounts, WeightTransport
 from penstock.engines.serving import endpoints
@@ -25,16 +25,6 @@ from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient, parse_generation
 from penstock.engines.sglang.router import SGLangRouter
 from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
-from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.custom_generation import EngineHandle
-from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.prompts.data_source import RolloutRound
-from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
-from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.samples.sample import Sample
-from penstock.storage.store import Store
-from tests.rollout.scripted_engine import write_jsonl
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 CHUNK = 64  # tokens of prefill
@@ -91,11 +81,7 @@ def new_prompt(length: int = 101) -> list[int]:
 
 
 def ask(engine: Engine, prompt: list[int], n: int = 1, **options: Any) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient([engine.url], timeout=120, **options) as client:
-            return await client.generate(prompt, GREEDY, n)
-
-    return asyncio.run(call())
+    return generate_once([engine.url], prompt, GREEDY, n, **options)
 
 
 def raw(engine: Engine, path: str, body: dict[str, Any]) -> Any:
@@ -114,14 +100,6 @@ def through_router(engine: Engine, prompt: list[int]) -> list[Generation]:
         return ask(engine, prompt, router=router.address)
 
 
-def two_samplings(engine: Engine, prompt: list[int]) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient([engine.url]) as client:
-            return await client.generate_each([prompt] * 2, [GREEDY, GREEDY | {"max_new_tokens": 3}], session="a")
-
-    return asyncio.run(call())
-
-
 def completions(engine: Engine, prompt: list[int]) -> list[Generation]:
     body = {"model": "any", "prompt": prompt, "logprobs": 1, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     answer = raw(engine, "/v1/completions", body)
@@ -135,10 +113,7 @@ def completions(engine: Engine, prompt: list[int]) -> list[Generation]:
 REQUESTS: dict[str, Callable[[Engine, list[int]], list[Generation]]] = {
     "one": ask,
     "group": lambda engine, prompt: ask(engine, prompt, n=4),
-    "several samplings in one session": two_samplings,
     "router": through_router,
-    "own program": generate,
-    "own program with its key": lambda engine, prompt: generate(engine, prompt, extra_key="run/1"),
     "own program with its salt": lambda engine, prompt: generate(engine, prompt, cache_salt="run/1"),
     "own program names the key of other weights": lambda engine, prompt: generate(engine, prompt, extra_key="0:"),
     "OpenAI's route": completions,
@@ -166,7 +141,6 @@ def over_disk(directory: Path, model: Path) -> WeightTransport:
 
 
 TRANSPORTS: dict[str, Callable[[Engine, Path], WeightTransport]] = {
-    "tensor": lambda engine, directory: IN_PLACE,
     "several buckets": lambda engine, directory: replace(IN_PLACE, bucket_bytes=1),
     "nccl": lambda engine, directory: replace(IN_PLACE, kind="nccl"),
     "disk": lambda engine, directory: over_disk(directory, engine.directory),
@@ -290,58 +264,3 @@ def test_updates_at_any_moment_of_many_requests_mix_no_weights(engine: Engine) -
     for prompt in [*prompts, system]:
         [generation] = ask(engine, prompt)
         assert generation.counts.cached <= len(system) and engine.error(prompt, generation) < TOLERANCE
-
-
-def user(text: str) -> Any:
-    return {"role": "user", "content": text}
-
-
-def test_agent_reuses_the_cache_of_its_conversation_until_an_update(engine: Engine) -> None:
-    engine.update()
-    handle = EngineHandle(
-        SGLangClient([engine.url]),
-        PromptTokenizer(engine.directory, apply_chat_template=True),
-        RolloutConfig(rollout_max_response_len=500),
-        RolloutRound("run", 0, engine.num_updates, max_staleness=9, updates_in_flight=True),
-    )
-    messages, cached = [user("what is the sum of all these numbers?" * 3)], []
-    sample = UserSample.of(Sample("g-00", "g", "g-00", 0, prompt="", token_ids=[], loss_mask=[], rollout_logprobs=[]))
-    with handle.openai(sample) as session:
-        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
-        for turn in range(4):
-            if turn == 2:
-                engine.update()
-            before = handle.counts
-            answer = client.chat.completions.create(model="any", messages=messages, max_tokens=6)
-            cached.append((handle.counts - before).cached)
-            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, user("and now?")]
-    handle.close()
-    assert cached[0] == cached[2] == 0 and cached[1] > 100 and cached[3] > cached[1]
-
-
-@pytest.mark.parametrize("kind", ["rollout", "eval"])
-def test_rollout_and_evaluation_after_an_update_compute_their_prompts(
-    engine: Engine, kind: Literal["rollout", "eval"], tmp_path: Path
-) -> None:
-    config = RolloutConfig(
-        prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "what is 1+1? " * 9, "label": "2"}]),
-        input_key="prompt",
-        label_key="label",
-        rollout_batch_size=1,
-        n_samples_per_prompt=1,
-        rollout_max_response_len=6,
-        rm_type="exact_number",
-    )
-    tokenizer = PromptTokenizer(engine.directory, apply_chat_template=False)
-    store, source = Store(str(tmp_path / "store")), PromptSource.open(config)
-
-    def cached_tokens(prefix: str) -> float:
-        context = RolloutContext(store, config, source, tokenizer, [engine.url])
-        commit = rollout_stage(context, prefix, RolloutRound("run", 0, engine.num_updates, kind=kind))
-        [cached] = [v for name, v in commit.summary.items() if name.endswith("avg_cached_tokens_per_sample")]
-        return cached
-
-    engine.update()
-    assert (cached_tokens("a"), cached_tokens("b")) == (0, len("what is 1+1? ") * 9 - 1)
-    engine.update()
-    assert cached_tokens("c") == 0

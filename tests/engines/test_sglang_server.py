@@ -1,9 +1,8 @@
-"""A real SGLang server, on the GPU if there is one: generation, weights from memory and from disk, death and restart;
-and an engine of two server processes, as on two nodes: tensor parallel 2, one rank in each process."""
+"""A real SGLang server, on the GPU if there is one: its death, restart and stop, and a scheduler that hangs; and an
+engine of two server processes, as on two nodes: tensor parallel 2, one rank in each process."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ import pytest
 import torch
 from families import hf_model, logprob_error
 from safetensors.torch import load_file
+from small_servers import generate_once
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.generation import Generation, WeightTransport
@@ -25,7 +25,6 @@ from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import restart_dead_engines
 from penstock.engines.sglang import control
-from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient
 
 pytestmark = pytest.mark.integration
@@ -35,12 +34,8 @@ TOLERANCE = 1e-4 if DEVICE == "cpu" else 0.05  # fp32, bf16; two of the random m
 PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
 
 
-def sample(pool: EnginePool, num: int = 4, length: int = 12) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient(pool.urls, timeout=120) as client:
-            return await client.generate(PROMPT, {"max_new_tokens": length, "ignore_eos": True}, n=num)
-
-    return asyncio.run(call())
+def sample(pool: EnginePool) -> list[Generation]:
+    return generate_once(pool.urls, PROMPT, {"max_new_tokens": 12, "ignore_eos": True}, n=4)
 
 
 def worst_difference(model_path: Path, generations: list[Generation]) -> float:
@@ -51,49 +46,6 @@ def worst_difference(model_path: Path, generations: list[Generation]) -> float:
 
 def weights(model_path: Path) -> dict[str, torch.Tensor]:
     return load_file(model_path / "model.safetensors", device=DEVICE)
-
-
-def test_publish_changes_weights_and_version(
-    engine_pool: EnginePool, tiny_model: Path, other_tiny_model: Path, tmp_path: Path
-) -> None:
-    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/1")
-    first = sample(engine_pool)
-    assert [replica.weight_version() for replica in engine_pool.replicas] == ["test/1"]
-    assert {v for g in first for v, _ in g.weight_versions} == {"test/1"}
-    assert {g.finish_reason for g in first} == {"length"}
-    assert len({tuple(g.token_ids) for g in first}) > 1  # samples of a group differ
-    assert worst_difference(tiny_model, first) < TOLERANCE
-
-    SGLangClient(engine_pool.urls).update_weights(weights(other_tiny_model).items(), "test/2")
-    second = sample(engine_pool)
-    assert {v for g in second for v, _ in g.weight_versions} == {"test/2"}
-    assert worst_difference(other_tiny_model, second) < TOLERANCE
-    assert worst_difference(tiny_model, second) > 3 * TOLERANCE  # the check can fail
-
-    over_disk = WeightTransport("disk", model_path=str(tiny_model), directory=str(tmp_path))
-    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/3", over_disk)
-    third = sample(engine_pool)
-    assert {v for g in third for v, _ in g.weight_versions} == {"test/3"} == {engine_pool.replicas[0].weight_version()}
-    assert worst_difference(tiny_model, third) < TOLERANCE
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_external_engine_gets_weights_and_survives_the_pool(
-    engine_pool: EnginePool, cluster: Cluster, tiny_model: Path, tmp_path: Path
-) -> None:
-    """It gets other weights over disk, and still runs after the pool has stopped."""
-    address = engine_pool.urls[0].removeprefix("http://")
-    pool = EnginePool(cluster, ServerSpec(model_path=str(tiny_model)), external=[address])
-
-    def publish(urls: list[str]) -> None:
-        over_disk = WeightTransport("disk", model_path=str(tiny_model), directory=str(tmp_path))
-        SGLangClient(urls).update_weights(weights(tiny_model).items(), "other/7", over_disk)
-
-    with pool.serving("other/7", publish) as live:
-        assert live() == engine_pool.urls
-        assert {v for g in sample(pool) for v, _ in g.weight_versions} == {"other/7"}
-    pool.stop()
-    assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
 def test_a_killed_server_is_restarted(engine_pool: EnginePool, tiny_model: Path) -> None:
@@ -154,13 +106,6 @@ def test_stop_ends_a_server_that_is_still_starting(cluster: Cluster, tiny_model:
 def servers_of(model: Path) -> list[psutil.Process]:
     """Return the processes with the model on their command line."""
     return [process for process in psutil.process_iter(["cmdline"]) if str(model) in (process.info["cmdline"] or [])]
-
-
-def test_failed_start_shows_the_log(tmp_path: Path) -> None:
-    server = SGLangServer(ServerSpec(model_path=str(tmp_path / "nothing"), log_dir=str(tmp_path), start_timeout=120))
-    with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*nothing"):
-        server.start()
-    assert not server.alive()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ the updated model.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 from families import hf_model, logprob_error, make_family
 from safetensors.torch import load_file, save_file
+from small_servers import generate_once
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
@@ -27,7 +27,6 @@ from penstock.engines.generation import Generation, TokenCounts, WeightTransport
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang import control
 from penstock.engines.sglang.client import SGLangClient
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -93,23 +92,13 @@ def serve(cluster: Cluster, model: Path, log_dir: Path, *, speculate: bool) -> I
 
 
 def sample(pool: EnginePool, num: int = 1, **sampling: Any) -> list[Generation]:
-    async def call() -> list[Generation]:
-        async with SGLangClient(pool.urls, timeout=120, experts=EXPERTS) as client:
-            return await client.generate(PROMPT, GREEDY | sampling, n=num)
-
-    return asyncio.run(call())
+    return generate_once(pool.urls, PROMPT, GREEDY | sampling, num, experts=EXPERTS)
 
 
 def published(model: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that a trainer publishes: all but those of the MTP layer, which it does not train."""
     weights = load_file(model / "model.safetensors", device="cuda")
     return {name: tensor for name, tensor in weights.items() if not name.startswith(f"model.layers.{LAYERS}.")}
-
-
-def num_running_requests(url: str) -> int:
-    """Return how many requests the server decodes; each of them has its first token. SGLang updates this number every
-    15 decoding steps (`--load-snapshot-publish-interval`)."""
-    return sum(load["num_running_reqs"] for load in control.call_server(url, "/v1/loads")["loads"])
 
 
 def accept_length(generations: list[Generation]) -> float:
@@ -161,31 +150,3 @@ def test_mtp_layer_drafts_for_the_updated_model(cluster: Cluster, checkpoints: l
         assert max(logprob_error(model, PROMPT, generation, 1.5) for generation in generations) < TOLERANCE
         assert logprob_error(model, PROMPT, generations[0]) > 2 * TOLERANCE  # the check can fail
         assert accept_length(generations) > 1.0
-
-
-@pytest.mark.timeout(600)
-def test_update_during_speculative_generation_loses_no_request(
-    cluster: Cluster, checkpoints: list[Path], tmp_path: Path
-) -> None:
-    first, second = checkpoints
-    with serve(cluster, first, tmp_path, speculate=True) as pool:
-        publisher = SGLangClient(pool.urls)
-        publisher.update_weights(published(first).items(), "test/1")
-        weights = published(second)
-
-        async def generate_and_update() -> list[Generation]:
-            async with SGLangClient(pool.urls, timeout=120) as client:
-                running = asyncio.create_task(client.generate(PROMPT, GREEDY | {"max_new_tokens": 1500}, n=4))
-                while await asyncio.to_thread(num_running_requests, pool.urls[0]) < 4:
-                    assert not running.done(), "the server did not report that all four requests were running"
-                    await asyncio.sleep(0.005)
-                await asyncio.to_thread(publisher.update_weights, weights.items(), "test/2")
-                return await running
-
-        generations = asyncio.run(generate_and_update())
-        assert [len(generation.token_ids) for generation in generations] == [1500] * 4
-        assert {generation.weight_versions[-1][0] for generation in generations} == {"test/2"}
-        for generation in generations:  # the tokens show which weights sampled them: 0.5.15.post1 reports only the last
-            assert generation.token_ids[0] == most_probable_next(PROMPT[-1], seed=0)
-            assert generation.token_ids[-1] == most_probable_next(generation.token_ids[-2], seed=1)
-        assert accept_length(generations) > MIN_ACCEPTED

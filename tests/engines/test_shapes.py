@@ -14,9 +14,9 @@ import transformers
 
 from penstock.engines.families import FAMILIES as REGISTRY
 from penstock.engines.families import read_shape, shape_from_config, tensor_layout
-from penstock.engines.families.shape import Llama3Scaling, YarnScaling
+from penstock.engines.families.shape import YarnScaling
 from penstock.storage.errors import ModelError
-from tests.engines.real_models import REAL_MODELS, RealModel
+from tests.engines.real_models import REAL_MODELS
 from tests.families import FAMILIES, hf_model, make_family
 
 Shapes = dict[str, tuple[int, ...]]
@@ -32,10 +32,11 @@ def config_of(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "config.json").read_text())
 
 
-def meta_model(model: RealModel) -> Any:
-    model_class = getattr(transformers, model.architecture)
+def meta_model(values: dict[str, Any]) -> Any:
+    """Return transformers' model of a config.json, without memory."""
+    model_class = getattr(transformers, values["architectures"][0])
     with torch.device("meta"):
-        return model_class(model_class.config_class(**{k: v for k, v in model.config.items() if k != "model_type"}))
+        return model_class(model_class.config_class(**{k: v for k, v in values.items() if k != "model_type"}))
 
 
 def hub_shapes(model: Any) -> Shapes:
@@ -76,28 +77,10 @@ def test_counts_and_flops_equal_transformers(checkpoints: dict[str, Path], name:
     assert math.isclose(shape.train_flops(10, 100), 3 * (2 * matrices * 10 + pairs))
 
 
-def test_rotary_settings_and_routing_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
-    shapes = {name: read_shape(path) for name, path in checkpoints.items()}
-    turning = {name: (shape.rotary.fraction, shape.rotary.interleaved) for name, shape in shapes.items()}
-    assert turning["glm4"] == turning["glm4-32b"] == (0.5, True) and turning["glm4.5"] == (0.5, False)
-    assert turning["deepseek-v3"] == turning["glm4.7-flash"] == (1.0, True) and turning["llama3"] == (1.0, False)
-    assert shapes["llama3.1"].rotary.scaling == Llama3Scaling(
-        factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=64
-    )
-    yarn = shapes["deepseek-v3"].rotary.scaling
-    assert isinstance(yarn, YarnScaling) and (yarn.factor, yarn.mscale, yarn.mscale_all_dim) == (4, 1, 1)
-    experts = {name: shape.experts for name, shape in shapes.items() if shape.experts}
-    assert {name: e.score for name, e in experts.items() if e.score == "softmax"} == {"qwen3-moe": "softmax"}
-    grouped = experts["deepseek-v3"]
-    assert (grouped.num_groups, grouped.top_groups, grouped.num_dense_layers) == (4, 2, 1)
-    assert experts["qwen3-moe"].num_dense_layers == 0
-    assert experts["moonlight"].shared_ffn_hidden_size == 48 and experts["moonlight"].scaling == 2.446
-
-
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None:
     model = REAL_MODELS[name]
-    shape, reference = model.shape, meta_model(model)
+    shape, reference = model.shape, meta_model({"architectures": [model.architecture], **model.config})
     layout, expected = tensor_layout(shape), hub_shapes(reference)
     assert layout.hf_shapes.keys() == set(expected)
     assert layout.hf_shapes == expected
@@ -116,18 +99,10 @@ def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None
     with_mtp = longer.num_parameters + 2 * embedding + (2 * shape.hidden_size + 3) * shape.hidden_size
     for text, number in ((model.size, shape.num_parameters), (model.size_with_mtp, with_mtp)):
         assert not text or rounded(number, text) == text
-    active = shape.num_active_parameters
-    for text, number in ((model.active, active), (model.active_inner, active - 2 * embedding)):
-        assert not text or cut(number, text) == text
 
 
 def rounded(number: int, like: str) -> str:
     return f"{number / 1e9:.{len(like.partition('.')[2])}f}"
-
-
-def cut(number: int, like: str) -> str:
-    digits = len(like.partition(".")[2])
-    return f"{math.floor(number / 1e9 * 10**digits) / 10**digits:.{digits}f}"
 
 
 def test_defaults_equal_transformers() -> None:
@@ -175,14 +150,12 @@ def test_absent_yarn_mscales_are_zero(checkpoints: dict[str, Path]) -> None:
         ("qwen3", {"attention_bias": True}, "attention_bias true"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types with 'sliding_"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "use_sliding_window"),
-        ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window true"),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ("qwen3-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
         ("qwen3-moe", {"num_local_experts": 16}, "num_experts 8 and num_local_experts 16"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
         ("llama3", {"mlp_bias": True}, "mlp_bias true"),
-        ("llama3", {"attention_bias": True}, "attention_bias true"),
         ("llama3", {"num_key_value_heads": 3}, "num_attention_heads 4 and num_key_value_heads 3"),
         ("llama3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
         ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ".*without low_freq_factor"),
@@ -190,7 +163,6 @@ def test_absent_yarn_mscales_are_zero(checkpoints: dict[str, Path]) -> None:
         ("llama3", {"rope_theta": 10000.0}, "rope_theta 10000.0 at the top level and 500000.0 in"),
         ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("glm4", {"head_dim": 10}, "RoPE on 5 dimensions of a head"),
-        ("deepseek-v3", {"attention_bias": True}, "attention_bias true"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),

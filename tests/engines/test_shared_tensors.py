@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,21 @@ import torch
 
 from penstock.engines.sglang.weight_update import FlatBucket
 from penstock.flows.commands import maintenance
+from penstock.stages.train import actor
+from penstock.stages.train.actor import TrainActor
 
 SHM = Path("/dev/shm")
 TOTAL = 1000 * (128 + 63)  # sum of the bytes of 1000 times 1.0 as float32
 RECEIVER = """
-import base64, pickle, sys
-content = pickle.loads(base64.b64decode(sys.stdin.readline()))
-print(int(content["flattened_tensor"].sum()), flush=True)
-sys.stdin.readline()
-print(int(content["flattened_tensor"].sum()), flush=True)
-del content
-print("closed", flush=True)
+import base64, pickle, sys, torch
+for line in sys.stdin:
+    if line == "close\\n":
+        del content
+        print("closed", flush=True)
+        continue
+    if line != "read\\n":
+        content = pickle.loads(base64.b64decode(line))
+    print(int(content["flattened_tensor"].sum()), flush=True)
 """
 Receiver = subprocess.Popen[str]
 
@@ -44,48 +46,37 @@ def bucket() -> FlatBucket:
     return FlatBucket([("w", torch.ones(1000))])
 
 
-def receive(bucket: FlatBucket) -> Receiver:
+def ask(receiver: Receiver, line: str) -> str:
+    assert receiver.stdin is not None and receiver.stdout is not None
+    receiver.stdin.write(line + "\n")
+    receiver.stdin.flush()
+    return receiver.stdout.readline().strip()
+
+
+def test_shared_file_is_gone_when_the_bucket_is_freed_and_a_receiver_still_reads(bucket: FlatBucket) -> None:
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes)
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(bucket.serialize() + "\n")
-    process.stdin.flush()
-    assert int(process.stdout.readline()) == TOTAL
-    return process
-
-
-def reads_and_closes(process: Receiver) -> None:
-    out, err = process.communicate("\n")
-    assert (out.split(), err, process.returncode) == ([str(TOTAL), "closed"], "", 0)
-
-
-def is_killed(process: Receiver) -> None:
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.parametrize("ends", [[is_killed, reads_and_closes], []], ids=len)
-def test_shared_file_is_gone_and_receivers_still_read(
-    bucket: FlatBucket, ends: list[Callable[[Receiver], None]]
-) -> None:
-    receivers = [receive(bucket) for _ in ends]
+    killed, reading = (subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes) for _ in range(2))
+    assert ask(killed, bucket.serialize()) == ask(reading, bucket.serialize()) == str(TOTAL)
+    assert ask(reading, "close") == "closed" and ask(reading, bucket.serialize()) == str(TOTAL)
     bucket.serialize()  # for a server that has the adapter already, and opens nothing
     assert len(own_files()) == 1
+    killed.kill()
+    killed.communicate()
     bucket.free()
     assert own_files() == []
-    for receiver, end in zip(receivers, ends, strict=True):
-        end(receiver)
-    assert own_files() == []
+    assert ask(reading, "read") == str(TOTAL)
+
+    alone = FlatBucket([("w", torch.ones(1000))])
+    assert ask(reading, alone.serialize()) == str(TOTAL)
+    alone.free()
+    assert reading.communicate("close\n") == ("closed\n", ""), "the last receiver tried to delete the file"
+    assert reading.returncode == 0 and own_files() == []
 
 
-def test_receivers_that_end_before_the_bucket_is_freed(bucket: FlatBucket) -> None:
-    for end in (is_killed, reads_and_closes):
-        end(receive(bucket))
-    bucket.free()
-    assert own_files() == []
-
-
-def test_bucket_that_is_not_shared_is_freed(bucket: FlatBucket) -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_bucket_without_receivers_is_freed(bucket: FlatBucket, is_shared: bool) -> None:
+    if is_shared:
+        bucket.serialize()
     bucket.free()
     assert own_files() == [] and not hasattr(bucket, "flat")
 
@@ -111,25 +102,10 @@ def test_old_tensor_of_a_dead_process_is_residue(name: str, age: float, is_resid
     assert [maintenance.remove_residue(entry) for entry in found] == [True] * is_residue
 
 
-def test_rendezvous_file_of_a_killed_rank_is_removed_with_its_directory() -> None:
-    tmp_path = Path(tempfile.mkdtemp())  # short: below a long path, sockets would be in /tmp
-    program = """
-from pathlib import Path
-from penstock.stages.train.actor import TrainActor
-url = TrainActor.open_rendezvous(object.__new__(TrainActor), one_node=True)
-Path(url.removeprefix("file://")).write_text("x")
-print(url, flush=True)
-input()
-"""
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as rank:
-        assert rank.stdout is not None
-        file = Path(rank.stdout.readline().strip().removeprefix("file://"))
-        assert file.parent.parent == tmp_path and file.exists()
-        assert maintenance.find_files_of_dead_processes(tmp_path, shm=tmp_path) == []
-        rank.kill()
-    [entry] = maintenance.find_files_of_dead_processes(tmp_path, shm=tmp_path)
-    assert maintenance.remove_residue(entry) and not file.exists()
-    tmp_path.rmdir()  # it is empty
+def test_ranks_of_one_node_meet_at_a_file_that_ends_with_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_scratch.py` kills the owner of a temporary directory."""
+    monkeypatch.setattr(actor, "own_temp_directory", lambda: tmp_path)
+    first, second = (TrainActor.open_rendezvous(object.__new__(TrainActor), one_node=True) for _ in range(2))
+    assert first != second and Path(first.removeprefix("file://")).parent == tmp_path

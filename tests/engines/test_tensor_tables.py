@@ -32,7 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("rest", [(), (5,)], ids=["bias", "weight"])
-@pytest.mark.parametrize(("groups", "heads", "dim"), [(1, 1, 2), (2, 3, 4), (4, 1, 3), (1, 5, 2)])
+@pytest.mark.parametrize(("groups", "heads", "dim"), [(2, 3, 4), (4, 1, 3), (1, 5, 2)])
 def test_qkv_rows_are_interleaved_by_query_group(groups: int, heads: int, dim: int, rest: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(groups * n * dim, *rest) for n in (heads, 1, 1))
     joined = InterleavedQKV(groups, heads, dim).join("qkv", [q, k, v])
@@ -78,69 +78,27 @@ def test_a_tied_head_is_a_copy_and_an_untied_one_is_not() -> None:
     assert untied.copies == {} and untied.hf_names_of("output_layer.weight") == ("lm_head.weight",)
 
 
-def test_experts_keep_their_names(checkpoints: dict[str, Path]) -> None:
-    """Against names written out: a mixture's second layer and its dense first one."""
-    checkpoint = checkpoints["glm4.5"]
-    layout, hf = tensor_layout(read_shape(checkpoint)), load_file(checkpoint / "model.safetensors")
-    to, fro = "decoder.layers.1.mlp.", "model.layers.1.mlp."
-    expected = {
-        to + "router.weight": hf[fro + "gate.weight"],
-        to + "router.expert_bias": hf[fro + "gate.e_score_correction_bias"],
-        to + "experts.local_experts.5.linear_fc2.weight": hf[fro + "experts.5.down_proj.weight"],
-        to + "experts.local_experts.5.linear_fc1.weight": torch.cat(
-            [hf[fro + "experts.5.gate_proj.weight"], hf[fro + "experts.5.up_proj.weight"]]
-        ),
-        to + "shared_experts.linear_fc1.weight": torch.cat(
-            [hf[fro + "shared_experts.gate_proj.weight"], hf[fro + "shared_experts.up_proj.weight"]]
-        ),
-        to + "shared_experts.linear_fc2.weight": hf[fro + "shared_experts.down_proj.weight"],
-        "decoder.layers.0.mlp.linear_fc2.weight": hf["model.layers.0.mlp.down_proj.weight"],
-    }
-    for name, tensor in expected.items():
-        assert torch.equal(layout.to_megatron(name, hf.__getitem__), tensor), name
-    assert expected[to + "router.expert_bias"].dtype == torch.float32  # beside bf16 weights
-    assert "decoder.layers.0.mlp.router.weight" not in layout.megatron_names()
-    assert "decoder.layers.1.mlp.linear_fc1.weight" not in layout.megatron_names()
-
-
-def test_latent_attention_and_fused_projections_by_name(checkpoints: dict[str, Path]) -> None:
-    to, fro = "decoder.layers.2.", "model.layers.2."
-    names = {
-        "kimi-k2": {
-            "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-            "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
-            "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-            "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-            "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
-            "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        },
-        "moonlight": {"self_attention.linear_q_proj.weight": "self_attn.q_proj.weight"},
-        "glm4": {
-            "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
-            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-            "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
-            "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
-        },
-    }
-    for family, pairs in names.items():
-        layout = tensor_layout(read_shape(checkpoints[family]))
-        for name, hf in pairs.items():
-            assert layout.hf_names_of(to + name) == (fro + hf,)
+def test_sandwich_norms_by_name(checkpoints: dict[str, Path]) -> None:
+    """All have one shape, so a round trip does not see an exchange."""
+    layout = tensor_layout(read_shape(checkpoints["glm4"]))
+    for name, hf in {
+        "input_layernorm": "input_layernorm",
+        "post_self_attn_layernorm": "post_self_attn_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_mlp_layernorm",
+    }.items():
+        assert layout.hf_names_of(f"decoder.layers.2.{name}.weight") == (f"model.layers.2.{hf}.weight",)
 
 
 @pytest.mark.parametrize(
     ("name", "untrained"),
     [
         ("model.layers.3.eh_proj.weight", True),
-        ("model.layers.3.mlp.experts.0.up_proj.weight", True),
         ("model.layers.1.self_attn.rotary_emb.inv_freq", True),
         ("model.rotary_emb.inv_freq", True),
         ("model.layers.4.eh_proj.weight", False),
-        ("model.layers.2.eh_proj.weight", False),
         ("model.layers.30.x", False),
         ("lm_head.bias", False),
-        ("visual.x", False),
     ],
 )
 def test_only_mtp_layers_and_rope_frequencies_are_untrained(name: str, untrained: bool) -> None:

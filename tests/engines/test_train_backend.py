@@ -70,22 +70,14 @@ def make_engine(shape: ModelShape, overrides: dict[str, Any] | None = None, **fi
     return megatron_reference.make_engine(shape, overrides, seed=3, **fields)
 
 
-CHOICES: list[tuple[ModelShape, list[str] | None, list[str] | None, dict[str, Any]]] = [
-    (SHAPE, ["embedding", "final_layernorm"], None, {}),
-    (SHAPE, None, [r"layers\.3\."], {}),
-    (MIXTURE, None, [r"\.experts\."], {}),
-    (MIXTURE, ["experts"], None, {"moe_grouped_gemm": True}),
-    (MIXTURE, None, ["layers.2.*experts", "router"], {"moe_grouped_gemm": True}),
-]
-
-
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
     ("shape", "freeze", "only_train", "overrides", "dtype"),
     [
-        *(pytest.param(*CHOICES[0], dtype) for dtype in ("fp32", "bf16")),
-        *(pytest.param(*choice, "bf16") for choice in CHOICES[1:]),
-        *(pytest.param(*choice, "fp32", marks=pytest.mark.full) for choice in CHOICES[1:]),
+        (SHAPE, ["embedding", "final_layernorm"], None, {}, "fp32"),
+        (SHAPE, None, [r"layers\.3\."], {}, "bf16"),
+        (MIXTURE, None, [r"\.experts\."], {}, "fp32"),
+        (MIXTURE, None, ["layers.2.*experts", "router"], {"moe_grouped_gemm": True}, "bf16"),
     ],
 )
 def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(
@@ -99,18 +91,18 @@ def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(
     frozen, choice = frozen_parameters(shape, freeze, only_train), {"freeze": freeze, "only_train": only_train}
     engine = make_engine(shape, overrides, dtype=dtype, **choice)
     before = engine.digest()
-    train(engine, range(2))
+    train(engine, range(1))
     engine.save(tmp_path, {})
     changed = {name for name, value in engine.digest().items() if before[name] != value}
     assert changed == before.keys() - frozen
-    expected = train(engine, range(2, 4))
+    expected = train(engine, range(2, 3))
     other = make_engine(shape, overrides, dtype=dtype, **choice)
     other.load(tmp_path)
     other.offload(STATE_KINDS)
     weights = list(other.chunks[0].parameters())
     assert {weight.untyped_storage().nbytes() for weight in weights} == {0}, "frozen weights are offloaded, too"
     other.onload(STATE_KINDS)
-    assert train(other, range(2, 4)) == expected
+    assert train(other, range(2, 3)) == expected
 
 
 @pytest.mark.usefixtures("world")

@@ -117,7 +117,3 @@ def test_engines_do_not_span_nodes_and_follow_a_restarted_node(nodes: Nodes) -> 
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert found == placed
-
-    fewer = nodes.driver(1, 1, 1)  # another layout: the GPUs are reserved again
-    rank, engine, _ = fewer()
-    assert rank[0] == engine[0] and {rank[1], engine[1]} == {"0", "1"}

@@ -90,11 +90,9 @@ def test_positions_equal_transformers(name: str, tmp_path: Path) -> None:
     ("token_ids", "grids"),
     [
         ([1, 5, 5, 2], [(1, 2, 2)]),  # more tokens than the image has
-        ([1, 5, 2], [(1, 2, 4)]),  # fewer
         ([1, 5, 2, 5], [(1, 2, 4)]),  # interrupted
         ([1, 5, 5, 5, 2, 5], [(1, 2, 4), (1, 2, 4)]),  # right sum, wrong lengths
         ([1, 2], [(1, 2, 2)]),
-        ([1, 5], []),
     ],
 )
 def test_image_tokens_that_do_not_match_the_images_are_refused(token_ids: list[int], grids: list[Any]) -> None:
@@ -158,8 +156,7 @@ def test_flops_equal_those_that_torch_counts(world: None, references: dict[str, 
     assert tower.shape.train_flops(grids, trained=True) == 3 * counter.get_total_flops()
 
 
-@pytest.mark.parametrize("megatron", [{}, FULL], ids=["all", "recomputed"])
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(("name", "megatron"), [("qwen2.5-vl", FULL), ("qwen3-vl", {})], ids=["recomputed", "all"])
 def test_estimated_memory_is_near_that_of_the_saved_tensors(
     world: None, references: dict[str, Reference], name: str, megatron: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,12 +252,9 @@ def test_frozen_tower_leaves_the_other_gradients_as_they_are(world: None, refere
             assert (tensor - expected).abs().max() < TOLERANCE * expected.abs().max(), key
 
 
-@pytest.mark.parametrize("freeze", [True, False])
-def test_resumed_training_is_equal_bit_for_bit(
-    world: None, references: dict[str, Reference], tmp_path: Path, freeze: bool
-) -> None:
+def test_resumed_training_is_equal_bit_for_bit(world: None, references: dict[str, Reference], tmp_path: Path) -> None:
     reference = references["qwen2.5-vl"]
-    options = dict(freeze_vision=freeze, optimizer=OPTIMIZER | {"vision_lr": 1e-3})
+    options = dict(freeze_vision=False, optimizer=OPTIMIZER | {"vision_lr": 1e-3})
     engine, other = build(reference, **options), build(reference, **options, seed=5)
     step(engine, reference)
     engine.save(tmp_path, {"round": 1})
@@ -281,13 +275,13 @@ def test_weights_of_the_tower_are_published_unless_engines_have_them(world: None
     assert {name for name in everything if ".visual." in name} == everything.keys() - language.keys() != set()
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
-def test_recomputation_does_not_change_results(world: None, references: dict[str, Reference], name: str) -> None:
+def test_recomputation_does_not_change_results(world: None, references: dict[str, Reference]) -> None:
+    reference = references["qwen2.5-vl"]
     full = FULL | {"recompute_num_layers": 2}
     digests = []
     for overrides in ({}, full):
-        engine = build(references[name], freeze_vision=False, overrides=overrides)
-        step(engine, references[name])
+        engine = build(reference, freeze_vision=False, overrides=overrides)
+        step(engine, reference)
         digests.append(engine.digest())
     assert digests[0] == digests[1]
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from penstock.engines.families import FAMILIES, count_rank_parameters, read_shape, shape_from_config, tensor_layout
 from penstock.engines.megatron.memory_plan import count_stage_parameters
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.storage.errors import ModelError
-from tests.engines.test_config_entries import HARMLESS, Recorder
-from tests.engines.test_shapes import hub_shapes, rounded
+from tests.engines.test_config_entries import HARMLESS, Recorder, entries_of_transformers
+from tests.engines.test_shapes import hub_shapes, meta_model, rounded
 from tests.families import VISION_FAMILIES, hf_model, make_family
 
 VISION = {name: family for name, family in FAMILIES.items() if "VL" in name}
@@ -73,16 +70,10 @@ PUBLISHED = {  # config.json as on the hub, and the hub's number of parameters i
 }
 
 
-def in_memory(values: dict[str, Any]) -> Any:
-    model_class = getattr(transformers, values["architectures"][0])
-    with torch.device("meta"):
-        return model_class(model_class.config_class(**{key: x for key, x in values.items() if key != "model_type"}))
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_the_names_shapes_and_size_of_the_hub(name: str) -> None:
     values, size = PUBLISHED[name]
-    shape, model = shape_from_config(values), in_memory(values)
+    shape, model = shape_from_config(values), meta_model(values)
     expected = hub_shapes(model)
     if shape.family == "qwen2_5_vl":
         names = {"model.language_model.": "model.", "model.visual.": "visual."}
@@ -152,26 +143,22 @@ OTHER = {  # of videos; a method; read above; rope_scaling
 
 @pytest.mark.parametrize("architecture", VISION)
 def test_every_entry_that_transformers_reads_is_read(architecture: str, tmp_path: Path) -> None:
-    source = Path(inspect.getsourcefile(getattr(transformers, architecture)) or "").read_text()
-    names = {*re.findall(r"config\.([a-z_]+)", source), *re.findall(r'getattr\([a-z_.]*config, "([a-z_]+)"', source)}
     family = next(name for name, fields in VISION_FAMILIES.items() if fields["architecture"] == architecture)
     values = json.loads((make_family(tmp_path, family) / "config.json").read_text())
     vision = Recorder(values["vision_config"])
     windows = {"use_sliding_window": True, "sliding_window": None}
     flat = Recorder({**values.pop("text_config", {}), **values, **windows, "vision_config": vision})
     shape_from_config(flat)
-    assert names - HARMLESS - OTHER <= flat.seen | vision.seen
+    assert entries_of_transformers(architecture) - HARMLESS - OTHER <= flat.seen | vision.seen
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "vision", "found"),
     [
         ("qwen3-vl", {}, {"hidden_act": "silu"}, r"\(vision_config\) says hidden_act 'silu'"),
-        ("qwen3-vl", {}, {"num_heads": 5}, "hidden_size 24 and num_heads 5"),
         ("qwen3-vl", {}, {"num_heads": 4}, "hidden_size 24 and num_heads 4"),
         ("qwen3-vl", {}, {"out_hidden_size": 41}, "out_hidden_size 41, and the language model has hidden_size 40"),
         ("qwen3-vl", {}, {"num_position_embeddings": 24}, "num_position_embeddings 24"),
-        ("qwen3-vl", {}, {"deepstack_visual_indexes": [0, 3]}, r"block numbers \[0, 3\] and depth 3"),
         ("qwen3-vl", {}, {"deepstack_visual_indexes": [2, 0]}, r"deepstack_visual_indexes \[2, 0\]"),
         ("qwen3-vl", {}, {"patch_size": None}, "patch_size null"),
         ("qwen3-vl", {}, {"depth": "3"}, 'depth "3"'),
@@ -179,12 +166,10 @@ def test_every_entry_that_transformers_reads_is_read(architecture: str, tmp_path
         ("qwen2.5-vl", {}, {"fullatt_block_indexes": 1}, "fullatt_block_indexes 1"),
         ("qwen2.5-vl", {"rope_scaling": {"type": "mrope"}}, {}, "mrope_section null"),
         ("qwen2.5-vl", {"rope_scaling": {"mrope_section": [1, 2, 3]}}, {}, r"mrope_section \[1, 2, 3\]"),
-        ("qwen2.5-vl", {"rope_scaling": {"mrope_section": [1, 4]}}, {}, r"mrope_section \[1, 4\]"),
         ("qwen2.5-vl", {"rope_scaling": {"mrope_section": [1, 2, 2], "mrope_interleaved": True}}, {}, "mrope_inter"),
         ("qwen2.5-vl", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, {}, "use_sliding_w"),
         ("qwen3-vl-moe", {"norm_topk_prob": False}, {}, "norm_topk_prob false"),
         ("qwen3-vl-moe", {"vision_config": []}, None, "vision_config"),
-        ("qwen3-vl-moe", {"text_config": 3}, None, "text_config 3"),
         ("qwen3-vl-moe", {"image_token_id": None}, {}, "image_token_id null"),
     ],
 )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -37,7 +35,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("max_bytes", [1, 10, 60, 140, 10_000])
+@pytest.mark.parametrize("max_bytes", [1, 60, 10_000])
 def test_buckets_keep_the_order_and_the_size_limit(max_bytes: int) -> None:
     named = tensors()
     cut = list(split_into_buckets(iter(named), max_bytes))
@@ -54,13 +52,17 @@ def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
 
     named = tensors()
     named[2] = ("layer.2", named[2][1].T)  # not contiguous
+    named.append(("layer.fp8", torch.randn(6, 2).to(torch.float8_e4m3fn)))
     before = torch.multiprocessing.get_sharing_strategy()
     flat = FlatBucket(named)
     for _ in range(2):  # one for each receiver
         content = MultiprocessingSerializer.deserialize(flat.serialize())
         received = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
         assert received.keys() == dict(named).keys()
-        assert all(received[name].dtype == sent.dtype and torch.equal(received[name], sent) for name, sent in named)
+        assert all(
+            received[name].dtype == sent.dtype and torch.equal(received[name].float(), sent.float())
+            for name, sent in named
+        )
     assert torch.multiprocessing.get_sharing_strategy() == before
 
 
@@ -77,11 +79,6 @@ def test_write_weights_writes_a_model_directory(tmp_path: Path) -> None:
     assert len(set(index.values())) > 1
     for name, tensor in tensors():
         assert torch.equal(load_file(tmp_path / "out" / index[name])[name], tensor)
-
-
-def test_an_update_over_disk_without_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="'disk' needs"):
-        SGLangClient(["http://x"]).update_weights([], "run/7", WeightTransport("disk"))
 
 
 class UpdatedServer(SmallServer):
@@ -189,19 +186,12 @@ def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engin
     assert engine.version == "run/7" and engine.allocated == {"weights", "kv_cache"}
 
 
-def test_sglang_refuses_to_unpickle_other_classes() -> None:
-    """The reason for plain namespaces as metadata: SGLang's unpickler accepts few classes."""
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    with pytest.raises((RuntimeError, pickle.UnpicklingError)):
-        MultiprocessingSerializer.deserialize(MultiprocessingSerializer.serialize(Path("x"), output_str=True))
-
-
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
-@pytest.mark.parametrize("max_bytes", [1, 100, 10_000])
-@pytest.mark.parametrize("latent", [QUERY_KEY, QUERY_KEY[::-1], QUERY_KEY[1:]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("latent", "max_bytes"), [(QUERY_KEY, 1), (QUERY_KEY[::-1], 100), (QUERY_KEY[1:], 1), (QUERY_KEY, 10_000)], ids=str
+)
 def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: int) -> None:
     """Every tensor comes once, whatever comes between the two of a layer, also if there is only one of them."""
     between = "input_layernorm"
@@ -271,16 +261,12 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return uuids
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(5,), (2, 3)], ids=str)
-def test_sglang_finds_the_gpu_of_a_handle_by_its_uuid(
-    shape: tuple[int, ...], dtype: torch.dtype, two_gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_finds_the_gpu_of_a_handle_by_its_uuid(two_gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's unpickler accepts the handle, and its rebuild function finds the GPU whatever its number there
     is; nothing else of torch's handle changes."""
     from sglang.srt.utils import MultiprocessingSerializer, patch_torch
 
-    tensor = torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16).as_subclass(OnGpu)
     expected = reductions.reduce_tensor(tensor)[1]
     received = MultiprocessingSerializer.deserialize(base64.b64encode(weight_update.UuidPickler.dumps(tensor)).decode())
     assert received == (*expected[:6], two_gpus[1], *expected[7:])
@@ -298,23 +284,6 @@ def test_a_handle_for_routes_without_uuids_has_the_number_of_the_gpu() -> None:
     flat.flat = flat.flat.as_subclass(OnGpu)
     assert pickle.loads(base64.b64decode(flat.serialize(by_uuid=False)))["flattened_tensor"][6] == 1
     assert pickle.loads(base64.b64decode(flat.serialize()))["flattened_tensor"][6] == "GPU-of-the-trainer"
-
-
-READER = """
-import sys, torch
-from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-monkey_patch_torch_reductions()
-content = MultiprocessingSerializer.deserialize(sys.stdin.read())
-print(content["flattened_tensor"].double().sum().item(), [entry.name for entry in content["metadata"]])
-"""
-
-
-@pytest.mark.gpu
-def test_another_process_opens_a_bucket_on_a_gpu() -> None:
-    flat = FlatBucket([("weight", torch.arange(999, device="cuda") % 100)])
-    result = subprocess.run([sys.executable, "-c", READER], input=flat.serialize(), capture_output=True, text=True)
-    assert result.stdout.split("\n")[-2] == f"{flat.flat.double().sum().item()} ['weight']", result.stderr[-2000:]
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.families import read_shape, tensor_layout
+from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.training import PackedImages
-from tests.engines.megatron_reference import targets_of
+from tests.engines.megatron_reference import targets_of, under_megatron_names
 from tests.families import hf_model
 
 Conversation = list[int | tuple[int, int, int]]  # numbers of text tokens, and grids (frames, rows, columns) of images
@@ -107,22 +107,3 @@ def reference_of(checkpoint: Path, packs: list[list[Conversation]]) -> Reference
     weights = under_megatron_names(shape, {name: param.detach() for name, param in parameters.items()})
     gradients = under_megatron_names(shape, {name: param.grad for name, param in parameters.items()})
     return Reference(shape, made, weights, [x.detach() for x in logits], gradients)
-
-
-def under_megatron_names(shape: ModelShape, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of transformers' model, named and shaped as in memory, under Megatron's names."""
-    hub: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if shape.family == "qwen2_5_vl":
-            name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-        at, _, last = name.rpartition(".")
-        if last == "gate_up_proj":
-            for expert, (gate, up) in enumerate(x.chunk(2) for x in tensor):
-                hub |= {f"{at}.{expert}.gate_proj.weight": gate, f"{at}.{expert}.up_proj.weight": up}
-        elif last == "down_proj":
-            hub |= {f"{at}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
-        else:
-            hub[name] = tensor
-    layout = tensor_layout(shape)
-    assert layout.hf_shapes.keys() == hub.keys()
-    return {name: layout.to_megatron(name, hub.__getitem__) for name in layout.megatron_names()}
