@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.rewards.answer_kinds import Spellings, coprime, frac, nonzero, sign
-from tests.rewards.answer_kinds_collections import numbers
+from tests.rewards.answer_kinds import Spellings, frac, nonzero, sign
 
 # fmt: off
 
@@ -37,12 +36,6 @@ def rational_function(draw: Random) -> Spellings:
     return same, [rf"\frac{{{a}}}{{x-{b}}}", f"{a}/x+{b}", rf"\frac{{{a + 1}}}{{x+{b}}}", rf"\frac{{x+{b}}}{{{a}}}"]
 
 
-def many_letters(draw: Random) -> Spellings:
-    a, b, c = draw.sample("abcmpqrst", 3)
-    same = [f"{a}{b}+{c}", f"{c}+{a}{b}", rf"{a}\cdot {b}+{c}", f"{b}{a} + {c}", f"{a} {b} + {c}", f"{a}*{b}+{c}"]
-    return same, [f"{a}{c}+{b}", f"{a}{b}-{c}", f"{a}+{b}+{c}", f"{a}{b}{c}"]
-
-
 def greek(draw: Random) -> Spellings:
     (g, u), (h, _) = draw.sample([(r"\alpha", "α"), (r"\beta", "β"), (r"\theta", "θ"), (r"\lambda", "λ"), (r"\mu", "μ"),
         (r"\omega", "ω"), (r"\sigma", "σ")], 2)
@@ -50,30 +43,6 @@ def greek(draw: Random) -> Spellings:
     same = [rf"{n}{g}", rf"{n} {g}", rf"{n}\cdot {g}", f"{n}{u}", rf"{g}\cdot {n}", rf"\frac{{{2 * n}{g}}}{{2}}",
         rf"{n}{{{g}}}"]
     return same, [f"{n}{h}", rf"{n + 1}{g}", rf"{g}^{n}", rf"\frac{{{g}}}{{{n}}}"]
-
-
-def greek_sum(draw: Random) -> Spellings:
-    g, h = draw.sample([r"\alpha", r"\beta", r"\gamma", r"\delta", r"\phi", r"\Delta", r"\rho"], 2)
-    same = [f"{g}+{h}", f"{h} + {g}", f"{g} + {h}", rf"\left({g}+{h}\right)", f"{{{g}}}+{{{h}}}"]
-    return same, [f"{g}-{h}", f"{g}{h}", f"{g}", rf"2{g}+{h}", f"{g}+{h}+1"]
-
-
-def circle(draw: Random) -> Spellings:
-    a, b = coprime(draw)
-    same = [rf"\frac{{{a}}}{{{b}}}\pi r^2", rf"\frac{{{a}}}{{{b}}}\pi r^{{2}}", rf"\frac{{{a}\pi r^2}}{{{b}}}",
-        rf"\frac{{{a}}}{{{b}}} r^2 \pi", rf"\frac{{{a}}}{{{b}}}\cdot\pi\cdot r^2", rf"\dfrac{{{a} \pi r^2}}{{{b}}}",
-        f"{a}πr²/{b}", f"{a}/{b} pi r^2"]
-    return same, [rf"\frac{{{a}}}{{{b}}}\pi r", rf"\frac{{{a}}}{{{b}}} r^2", rf"\frac{{{b}}}{{{a}}}\pi r^2",
-        rf"\frac{{{a}}}{{{b}}}\pi r^3", rf"\frac{{{a}}}{{{b}}}\pi R^2"]
-
-
-def multiple_of_pi(draw: Random) -> Spellings:
-    a, b = coprime(draw)
-    same = [rf"\frac{{{a}\pi}}{{{b}}}", rf"\frac{{{a}}}{{{b}}}\pi", rf"{a}\pi/{b}", rf"\dfrac{{{a} \pi}}{{{b}}}",
-        f"{a}π/{b}", f"{a}pi/{b}", rf"\frac{{{a}}}{{{b}}} \cdot \pi",
-        rf"{a}\frac{{\pi}}{{{b}}}"]
-    return same, [frac(a, b), rf"\frac{{{b}\pi}}{{{a}}}", rf"-\frac{{{a}\pi}}{{{b}}}", rf"\frac{{{a}}}{{{b}\pi}}",
-        f"{a * 3.14 / b:.2f}"]
 
 
 def subscript(draw: Random) -> Spellings:
@@ -88,15 +57,6 @@ def sequence(draw: Random) -> Spellings:
     return same, [f"a_n={c + 1}^n", f"{c}n", f"{c}^{{n+1}}", f"n^{c}"]
 
 
-def summation(draw: Random) -> Spellings:
-    k = draw.randint(1, 9)
-    same = [rf"\frac{{n(n+{k})}}{{2}}", rf"\frac{{n^2+{k}n}}{{2}}", rf"\frac{{1}}{{2}}n(n+{k})", f"n(n+{k})/2",
-        rf"\frac{{1}}{{2}} n^2+\frac{{{k}}}{{2}}n", rf"0.5n(n+{k})",
-        rf"\frac n2(n+{k})"]
-    return same, [rf"\frac{{n(n-{k})}}{{2}}", rf"n(n+{k})", rf"\frac{{n(n+{k})}}{{3}}", rf"\frac{{n+{k}}}{{2}}",
-        rf"\frac{{n^2+{k}}}{{2}}"]
-
-
 def complex_number(draw: Random) -> Spellings:
     a, b = draw.randint(1, 19), nonzero(draw, -19, 19)
     same = [f"{a}{sign(b)}i", f"{a} {sign(b)} i".replace("  ", " "), rf"{a} {sign(b)}\cdot i", f"{b}i+{a}",
@@ -104,14 +64,6 @@ def complex_number(draw: Random) -> Spellings:
         rf"{a} {sign(b)}\mathrm{{i}}", f"z={a}{sign(b)}i"]
     return same, [f"{a}{sign(-b)}i", f"{a + 1}{sign(b)}i", f"{a}{sign(b)}", f"{a}i{sign(b)}" if a != b else f"{a}",
         f"{-a}{sign(b)}i"]
-
-
-def complex_fraction(draw: Random) -> Spellings:
-    a, b, c = draw.randint(1, 9), draw.randint(1, 9), draw.randint(2, 9)
-    same = [rf"\frac{{{a}+{b}i}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}+\frac{{{b}}}{{{c}}}i",
-        rf"\frac{{{a}}}{{{c}}}+\frac{{{b}i}}{{{c}}}", f"({a}+{b}i)/{c}",
-        rf"\frac{{1}}{{{c}}}({a}+{b}i)"]
-    return same, [rf"\frac{{{a}-{b}i}}{{{c}}}", rf"\frac{{{a}+{b}i}}{{{c + 1}}}", rf"\frac{{{a}+{b}}}{{{c}}}"]
 
 
 def polar(draw: Random) -> Spellings:
@@ -138,13 +90,6 @@ def logarithm(draw: Random) -> Spellings:
     return same, [rf"\log_{{{b}}} {a}", rf"\log_{{{a}}} {b + 1}", frac(b, a), rf"\ln {b}", rf"\log_{{{a}}} {b}+1"]
 
 
-def natural_logarithm(draw: Random) -> Spellings:
-    a, n = draw.choice([2, 3, 5, 7]), draw.randint(2, 5)
-    same = [rf"{n}\ln {a}", rf"{n}\ln({a})", rf"\ln {a**n}", rf"{n} \ln{{{a}}}", rf"\ln({a}^{n})", f"{n}ln({a})",
-        rf"{n}\ln\left({a}\right)", rf"\ln {a}^{n}"]
-    return same, [rf"{n + 1}\ln {a}", rf"\ln {a**n * 2}", rf"{n}+\ln {a}", rf"\ln {a**n + 1}", rf"-{n}\ln {a}"]
-
-
 def trigonometry(draw: Random) -> Spellings:
     v = draw.choice([r"x", r"\theta", "t"])
     return draw.choice([([rf"\sin^2 {v}", rf"\sin^{{2}}({v})", rf"(\sin {v})^2", rf"1-\cos^2 {v}", rf"\sin^2{{{v}}}",
@@ -159,29 +104,6 @@ def trigonometry(draw: Random) -> Spellings:
         rf"\cos^2 {v}", rf"1-2\cos^2 {v}"])] )
 
 
-def inverse_trigonometry(draw: Random) -> Spellings:
-    name = draw.choice(["sin", "cos", "tan"])
-    a, b = sorted(coprime(draw))
-    same = [rf"\arc{name}\frac{{{a}}}{{{b}}}", rf"\arc{name}\left(\frac{{{a}}}{{{b}}}\right)",
-        rf"\{name}^{{-1}}\left(\frac{{{a}}}{{{b}}}\right)", rf"\arc{name}({a}/{b})",
-        rf"\{name}^{{-1}}\frac{{{a}}}{{{b}}}", rf"\arc{name}\left(\dfrac{{{a}}}{{{b}}}\right)"]
-    other = {"sin": "cos", "cos": "tan", "tan": "sin"}[name]
-    return same, [rf"\arc{other}\frac{{{a}}}{{{b}}}", rf"\{name}\frac{{{a}}}{{{b}}}",
-        rf"\arc{name}\frac{{{a}}}{{{b + 1}}}", rf"-\arc{name}\frac{{{a}}}{{{b}}}"]
-
-
-def binomial(draw: Random) -> Spellings:
-    n = draw.randint(4, 20)
-    k = draw.randint(2, n - 2)
-    value = 1
-    for i in range(k):
-        value = value * (n - i) // (i + 1)
-    same = [rf"\binom{{{n}}}{{{k}}}", rf"\dbinom{{{n}}}{{{k}}}", rf"\tbinom{{{n}}}{{{k}}}", rf"{{{n} \choose {k}}}",
-        f"{value}", rf"\binom{{{n}}}{{{n - k}}}",
-        rf"\frac{{{n}!}}{{{k}!({n - k})!}}", rf"\frac{{{n}!}}{{{k}!\cdot {n - k}!}}"]
-    return same, [rf"\binom{{{n + 1}}}{{{k}}}", f"{value + 1}", frac(n, k), f"{n}!", rf"\binom{{{k}}}{{{n}}}"]
-
-
 def factorial(draw: Random) -> Spellings:
     n = draw.randint(3, 12)
     value = 1
@@ -189,20 +111,6 @@ def factorial(draw: Random) -> Spellings:
         value *= i
     same = [f"{n}!", f"{value}", rf"{n}\cdot {n - 1}!", f"{n} !", rf"{n} \times {n - 1}!", f"({n})!"]
     return same, [f"{n + 1}!", f"{value + 1}", f"{n}", f"{value * 10}", f"{n}!+1"]
-
-
-def absolute(draw: Random) -> Spellings:
-    a = draw.randint(1, 9)
-    same = [f"|x-{a}|", rf"\left|x-{a}\right|", rf"\lvert x-{a}\rvert", f"|{a}-x|", f"|x - {a}|", rf"\vert x-{a} \vert",
-        rf"\left| {a}-x \right|"]
-    return same, [f"x-{a}", f"|x+{a}|", f"|x|-{a}", f"{a}-x", f"|x-{a + 1}|"]
-
-
-def floor(draw: Random) -> Spellings:
-    a = draw.randint(2, 9)
-    same = [rf"\lfloor x/{a} \rfloor", rf"\left\lfloor \frac{{x}}{{{a}}} \right\rfloor",
-        rf"\lfloor\frac{{x}}{{{a}}}\rfloor", rf"\left\lfloor x/{a}\right\rfloor"]
-    return same, [rf"\lceil x/{a} \rceil", rf"x/{a}", rf"\lfloor x/{a + 1} \rfloor", rf"\lfloor x \rfloor/{a}"]
 
 
 # ---- relations -------------------------------------------------------------------------------------------------------
@@ -228,30 +136,10 @@ def chain(draw: Random) -> Spellings:
         rf"{a - 1} \le x < {b}", f"({a}, {b}]"]
 
 
-def unequal(draw: Random) -> Spellings:
-    a = draw.randint(-9, 9)
-    same = [rf"x \ne {a}", rf"x\neq {a}", f"x ≠ {a}", rf"x \not= {a}", rf"{a} \neq x"]
-    return same, [f"x = {a}", rf"x \ne {a + 1}", f"{a}", f"x < {a}"]
-
-
-def assignment(draw: Random) -> Spellings:
-    n, v = nonzero(draw, -99, 99), draw.choice("xynkmt")
-    other = "z"
-    same = [f"{v}={n}", f"{v} = {n}", f"{n}", f"${v}={n}$", rf"{v}={n}.0", f"{n} = {v}", f"{v}={n}."]
-    return same, [f"{v}={n + 1}", f"{other}={-n}", f"{-n}", f"{v}>{n}"]
-
-
 def other_name(draw: Random) -> Spellings:
     n = draw.randint(2, 99)
     a, b = draw.sample("xyzabkmn", 2)
     return [f"{a}={n}", f"{a} = {n}", f"{a} = {2 * n}/2"], [f"{b}={n}", f"{b} = {n}"]
-
-
-def function(draw: Random) -> Spellings:
-    a, b = draw.randint(2, 9), nonzero(draw, -9, 9)
-    same = [f"f(x)={a}x{sign(b)}", f"f(x) = {a}x {sign(b)}", f"f(x)={b}+{a}x", f"{a}x{sign(b)}",
-        rf"f(x)={a}\cdot x{sign(b)}", rf"f\left(x\right)={a}x{sign(b)}"]
-    return same, [f"f(x)={a}x{sign(-b)}", f"f(x)={a + 1}x{sign(b)}", f"{a}x^2{sign(b)}", f"f(x)={a}x{sign(b)}+1"]
 
 
 def line(draw: Random) -> Spellings:
@@ -266,33 +154,6 @@ def equation(draw: Random) -> Spellings:
     same = [f"x^2+y^2={r * r}", f"x^{{2}}+y^{{2}}={r * r}", f"y^2+x^2={r * r}", f"{r * r} = x^2+y^2",
         f"x^2+y^2-{r * r}=0", f"x^2 + y^2 = {r}^2", f"2x^2+2y^2={2 * r * r}"]
     return same, [f"x^2+y^2={r * r + c}", f"x^2-y^2={r * r}", f"x^2+2y^2={r * r}", f"x^2+y^3={r * r}"]
-
-
-def congruence(draw: Random) -> Spellings:
-    n = draw.randint(5, 19)
-    a = draw.randint(1, n - 1)
-    same = [
-        rf"x \equiv {a} \pmod{{{n}}}",
-        rf"x\equiv {a}\pmod {{{n}}}",
-        rf"x\equiv{a}\pmod{{{n}}}",
-        rf"x \equiv {a} \pmod{{ {n} }}",
-    ]
-    if n < 10:
-        same.append(rf"x\equiv {a} \pmod {n}")
-    return same, [rf"x \equiv {a + 1} \pmod{{{n}}}", rf"x \equiv {a} \pmod{{{n + 1}}}", rf"x = {a}"]
-
-
-def named_values(draw: Random) -> Spellings:
-    a, b = numbers(draw, 2)
-    same = [
-        f"x={a}, y={b}",
-        f"x = {a}, y = {b}",
-        rf"x={a},\ y={b}",
-        rf"x = {a} \text{{ and }} y = {b}",
-        f"x={a} and y={b}",
-        rf"x = {a},\quad y = {b}",
-    ]
-    return same, [f"x={b}, y={a}", f"x={a}, y={b + 1}", f"x={a}", f"x={a}, z={b}"]
 
 
 def angle(draw: Random) -> Spellings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.rewards.answer_kinds import Spellings, coprime
+from tests.rewards.answer_kinds import Spellings
 
 # fmt: off
 
@@ -21,27 +21,6 @@ def point(draw: Random) -> Spellings:
     return same, [f"({b},{a})", f"({a},{b + 1})", f"({a},{b},0)", f"[{a},{b}]", rf"\{{{a},{b}\}}", f"({-a - 1}, {b})"]
 
 
-def fraction_point(draw: Random) -> Spellings:
-    (a, b), c = coprime(draw), draw.randint(-9, 9)
-    same = [rf"\left(\frac{{{a}}}{{{b}}}, {c}\right)", rf"(\frac{{{a}}}{{{b}}},{c})", f"({a}/{b}, {c})",
-        rf"\left(\dfrac{{{a}}}{{{b}}},{c}\right)",
-        rf"\Bigl(\tfrac{{{a}}}{{{b}}}, {c}\Bigr)"]
-    return same, [rf"\left({c}, \frac{{{a}}}{{{b}}}\right)", rf"\left(\frac{{{b}}}{{{a}}}, {c}\right)",
-        f"({a}/{b}, {c + 1})"]
-
-
-def point_3d(draw: Random) -> Spellings:
-    a, b, c = numbers(draw, 3)
-    same = [
-        f"({a},{b},{c})",
-        f"({a}, {b}, {c})",
-        rf"\left({a},{b},{c}\right)",
-        f"(a,b,c)=({a},{b},{c})",
-        rf"\left( {a} , {b} , {c} \right)",
-    ]
-    return same, [f"({b},{a},{c})", f"({a},{b})", f"({a},{c},{b})", f"({a},{b},{c + 1})"]
-
-
 def interval(draw: Random) -> Spellings:
     a = draw.randint(-20, 10)
     b = a + draw.randint(1, 15)
@@ -56,18 +35,6 @@ def interval(draw: Random) -> Spellings:
     others = [f"{flip[opening]}{a},{b}{closing}", f"{opening}{a},{b}{flip[closing]}", f"{opening}{a},{b + 1}{closing}",
         f"{opening}{a - 1}, {b}{closing}"]
     return same, others
-
-
-def ray(draw: Random) -> Spellings:
-    a = draw.randint(-20, 20)
-    opening = draw.choice("([")
-    op, flipped = (">", "<") if opening == "(" else (r"\ge", r"\le")
-    same = [rf"{opening}{a},\infty)", rf"{opening}{a}, \infty)", rf"{opening}{a}, +\infty)",
-        rf"\left{opening}{a}, \infty\right)", rf"x {op} {a}", rf"{a} {flipped} x",
-        rf"x \in {opening}{a}, \infty)", f"{opening}{a}, ∞)"]
-    other = "[" if opening == "(" else "("
-    return same, [rf"{other}{a},\infty)", rf"(-\infty,{a})", rf"{opening}{a + 1},\infty)", rf"x {flipped} {a}",
-        r"(-\infty, \infty)"]
 
 
 def union(draw: Random) -> Spellings:
@@ -120,12 +87,6 @@ def plus_minus(draw: Random) -> Spellings:
     return same, [rf"{a}+\sqrt{{{b}}}", rf"{a}\pm\sqrt{{{b + 1}}}", rf"{a + 1}\pm\sqrt{{{b}}}", rf"\pm\sqrt{{{b}}}"]
 
 
-def plus_minus_number(draw: Random) -> Spellings:
-    a = draw.randint(1, 50)
-    same = [rf"\pm {a}", rf"\pm{a}", f"{a}, -{a}", rf"x=\pm {a}", rf"x = {a}, x = -{a}", rf"\{{{a}, -{a}\}}", f"±{a}"]
-    return same, [f"{a}", f"-{a}", rf"\pm {a + 1}", f"{a}, -{a + 1}"]
-
-
 def vector(draw: Random) -> Spellings:
     a, b = numbers(draw, 2)
     rows = [rf"{a} \\ {b}", rf"{a}\\{b}", rf" {a} \\  {b} ", rf"{a} \\ {b} \\", f"{a}\\\\\n{b}"]
@@ -151,34 +112,8 @@ def matrix(draw: Random) -> Spellings:
         rf"\begin{{pmatrix}}{a}&{b}&{c}&{d}\end{{pmatrix}}"]
 
 
-def fraction_matrix(draw: Random) -> Spellings:
-    (a, b), c = coprime(draw, 9), draw.randint(1, 9)
-    same = [rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c} \end{{pmatrix}}",
-        rf"\begin{{pmatrix}} {a}/{b} \\ {c} \end{{pmatrix}}",
-        rf"\begin{{pmatrix}} \dfrac{{{a}}}{{{b}}} \\[4pt] {c} \end{{pmatrix}}",
-        rf"\begin{{bmatrix}}\tfrac{{{a}}}{{{b}}}\\{c}\end{{bmatrix}}"]
-    return same, [rf"\begin{{pmatrix}} \frac{{{b}}}{{{a}}} \\ {c} \end{{pmatrix}}",
-        rf"\begin{{pmatrix}} \frac{{{a}}}{{{b}}} \\ {c + 1} \end{{pmatrix}}"]
-
-
-def angle_vector(draw: Random) -> Spellings:
-    a, b, c = numbers(draw, 3)
-    same = [rf"\langle {a},{b},{c}\rangle", rf"\langle {a}, {b}, {c} \rangle",
-        rf"\left\langle {a}, {b}, {c} \right\rangle", rf"\left\langle{a},{b},{c}\right\rangle"]
-    return same, [rf"\langle {b},{a},{c}\rangle", rf"\langle {a},{b}\rangle", rf"\langle {a},{b},{c + 1}\rangle"]
-
-
 def number_sets(draw: Random) -> Spellings:
     sets = {"R": "ℝ", "Z": "ℤ", "Q": "ℚ", "N": "ℕ"}
     name = draw.choice(list(sets))
     others = [rf"\mathbb{{{other}}}" for other in sets if other != name]
     return [rf"\mathbb{{{name}}}", rf"\mathbb {name}", sets[name], rf"x\in\mathbb{{{name}}}"], [*others, r"\emptyset"]
-
-
-def empty_set(draw: Random) -> Spellings:
-    return [r"\emptyset", r"\varnothing", "∅", r"\{\}", r"\left\{\right\}", r"\{ \}"], [
-        r"\{0\}",
-        "0",
-        r"\mathbb{R}",
-        rf"\{{{draw.randint(1, 99)}\}}",
-    ]

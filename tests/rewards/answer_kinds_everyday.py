@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.rewards.answer_kinds import Spellings, frac
+from tests.rewards.answer_kinds import Spellings
 
 # fmt: off
 
@@ -27,23 +27,6 @@ def duration(draw: Random) -> Spellings:
         f"{h}{m} minutes", f"{m} hours {h} minutes" if h != m else "0", f"{h} minutes {m} seconds"]
 
 
-def short_duration(draw: Random) -> Spellings:
-    m, s = draw.randint(2, 50), draw.choice([10, 20, 30, 40, 50, 15])
-    same = [f"{m} minutes {s} seconds", rf"{m}\text{{ minutes }}{s}\text{{ seconds}}", f"{60 * m + s} seconds",
-        f"{m} min {s} s",
-        rf"{m}\text{{ min }}{s}\text{{ sec}}", f"{m} minutes and {s} seconds", rf"{60 * m + s}\text{{ s}}"]
-    return same, [f"{m} minutes {s + 1} seconds", f"{m} minutes", f"{60 * m + s} minutes", f"{m} hours {s} minutes"]
-
-
-def time_units(draw: Random) -> Spellings:
-    n, (big, small, factor) = draw.randint(1, 20), draw.choice([("hours", "minutes", 60), ("minutes", "seconds", 60),
-        ("days", "hours", 24), ("weeks", "days", 7)])
-    same = [f"{n} {big}", f"{n * factor} {small}", rf"{n}\text{{ {big}}}", rf"{n * factor}\text{{ {small}}}",
-        rf"{n} \text{{ {big}}}"]
-    return same, [f"{n + 1} {big}", f"{n} {small}", f"{n * factor + 1} {small}",
-        f"{n * 10} {small}" if factor != 10 else "0"]
-
-
 def time_of_day(draw: Random) -> Spellings:
     h, m, half = draw.randint(1, 11), draw.randint(10, 59), draw.choice("ap")
     other = {"a": "p", "p": "a"}[half]
@@ -54,22 +37,6 @@ def time_of_day(draw: Random) -> Spellings:
     others = [f"{h}:{m} {other}.m." , f"{h}:{m - 1} {half}m", rf"{h + 1}:{m}\text{{ {half.upper()}M}}",
         f"{h}:{m} {other.upper()}M", f"{h}{m}"]
     return same, others
-
-
-def whole_hour(draw: Random) -> Spellings:
-    h, half = draw.randint(1, 11), draw.choice("ap")
-    other = {"a": "p", "p": "a"}[half]
-    same = [f"{h}:00 {half}.m.", f"{h} {half}.m.", f"{h} {half.upper()}M", f"{h}{half}m", rf"{h}\text{{ {half}.m.}}",
-        rf"{h}:00\text{{ {half.upper()}M}}",
-        rf"\text{{{h} {half}.m.}}"]
-    return same, [f"{h} {other}.m.", f"{h + 1}:00 {half}.m.", f"{h}:30 {half}m", f"{h}:00 {other.upper()}M",
-        f"{h} meters"]
-
-
-def day_clock(draw: Random) -> Spellings:
-    h, m = draw.randint(1, 11), draw.randint(10, 59)
-    same = [f"{h + 12}:{m}", f"{h}:{m} PM", rf"{h}:{m}\text{{ p.m.}}", rf"{h + 12}{{:}}{m}"]
-    return same, [f"{h}:{m} AM", f"{h + 12}:{m - 1}", f"{h + 1}:{m} PM", f"{h + 11}:{m}"]
 
 
 def feet_and_inches(draw: Random) -> Spellings:
@@ -130,16 +97,6 @@ def si_product(draw: Random) -> Spellings:
         rf"{n}0\,\mathrm{{{name}}}", rf"{n}\,\mathrm{{K}}"]
 
 
-def si_prefix(draw: Random) -> Spellings:
-    n, name = draw.randint(2, 90), draw.choice(["N", "J", "W", "V", "Pa", "Hz", "m"])
-    prefix, factor = draw.choice([("k", 10**3), ("M", 10**6)] if name != "m" else [("k", 1000)])
-    same = [rf"{n}\,\mathrm{{{prefix}{name}}}", rf"{n * factor}\,\mathrm{{{name}}}", rf"{n}\text{{ {prefix}{name}}}",
-        rf"{n} \mathrm{{~{prefix}{name}}}",
-        rf"{n}\times 10^{{{len(str(factor)) - 1}}}\,\mathrm{{{name}}}"]
-    return same, [rf"{n}\,\mathrm{{{name}}}", rf"{n * factor * 10}\,\mathrm{{{name}}}",
-        rf"{n + 1}\,\mathrm{{{prefix}{name}}}", rf"{n}\,\mathrm{{{prefix}g}}"]
-
-
 def small_prefix(draw: Random) -> Spellings:
     n, name = draw.randint(2, 90), draw.choice(["m", "s", "A", "F", "V"])
     prefix, power = draw.choice([(r"\mu ", 6), ("n", 9), ("m", 3)])
@@ -149,13 +106,6 @@ def small_prefix(draw: Random) -> Spellings:
         same += [rf"{n}\,\mu\mathrm{{{name}}}", rf"{n}\,\text{{μ{name}}}", rf"{n}\ \mu \text{{{name}}}"]
     return same, [rf"{n}\,\mathrm{{{name}}}", rf"{n}\times 10^{{-{power + 1}}}\,\mathrm{{{name}}}",
         rf"{n + 1}\,\mathrm{{{prefix}{name}}}", rf"{n}\times 10^{{{power}}}\,\mathrm{{{name}}}"]
-
-
-def resistance(draw: Random) -> Spellings:
-    n = draw.randint(2, 900)
-    same = [rf"{n}\,\Omega", rf"{n} \Omega", f"{n} ohms", rf"{n}\text{{ ohms}}", f"{n} Ω",
-        rf"{n}\,\mathrm{{\Omega}}", rf"{n}\ \text{{Ω}}"]
-    return same, [rf"{n + 1}\,\Omega", rf"{n}\,\mathrm{{k\Omega}}", rf"{n}\text{{ V}}", f"{n}0 ohms"]
 
 
 def temperature(draw: Random) -> Spellings:
@@ -175,16 +125,6 @@ def angle_with_minutes(draw: Random) -> Spellings:
         rf"{d + 1}^\circ {m}'", f"{d}{m}°"]
 
 
-def radians(draw: Random) -> Spellings:
-    n, value = draw.choice([(30, r"\frac{\pi}{6}"), (45, r"\frac{\pi}{4}"), (60, r"\frac{\pi}{3}"), (90,
-        r"\frac{\pi}{2}"), (120, r"\frac{2\pi}{3}"), (180, r"\pi"), (270, r"\frac{3\pi}{2}"), (150,
-        r"\frac{5\pi}{6}")])
-    same = [rf"{n}^\circ", rf"{value}\text{{ radians}}", f"{n} degrees", rf"{value} \text{{ rad}}",
-        rf"{value}\,\mathrm{{rad}}", rf"{n}^{{\circ}}"]
-    return same, [rf"{n}\text{{ radians}}", rf"{n + 1}^\circ", rf"-{value}\text{{ rad}}",
-        rf"2\cdot{value}\text{{ radians}}", rf"{n // 2}^\circ"]
-
-
 def squared_unit(draw: Random) -> Spellings:
     n, (short, long) = draw.randint(2, 99), draw.choice([("cm", "centimeters"), ("m", "meters"), ("ft", "feet"),
         ("in", "inches")])
@@ -196,33 +136,11 @@ def squared_unit(draw: Random) -> Spellings:
         rf"{n + 1}\text{{ {short}}}^2", f"{n * n} {short}", f"{n}^2 {short}"]
 
 
-def abstract_square_units(draw: Random) -> Spellings:
-    n = draw.randint(2, 99)
-    same = [f"{n}", rf"{n}\text{{ square units}}", f"{n} units²", rf"{n}\text{{ units}}^2", f"{n} sq units",
-        rf"{n}\text{{ sq. units}}", f"{n} square units", rf"{n}\,\text{{units}}^{{2}}"]
-    return same, [f"{n**2}", f"{n + 1} square units", rf"{n}0\text{{ units}}^2", f"{n}^2"]
-
-
-def miles_per_hour(draw: Random) -> Spellings:
-    n = draw.randint(5, 99)
-    same = [f"{n} mph", f"{n} miles per hour", rf"{n}\text{{ mph}}", rf"{n}\text{{ mi/h}}", f"{n} miles/hour",
-        rf"{n}\text{{ mi/hr}}", f"{n}", rf"{n}\ \frac{{\text{{miles}}}}{{\text{{hour}}}}"]
-    return same, [f"{n + 1} mph", f"-{n} mph", f"{n}0 miles per hour"]
-
-
 def dollars(draw: Random) -> Spellings:
     n = draw.randint(2, 999)
     same = [rf"\${n}", f"{n} dollars", f"{n} USD", f"USD {n}", rf"\${n}.00", rf"{n}\text{{ dollars}}",
         rf"\text{{\${n}}}", rf"\text{{USD }}{n}", f"${n}", rf"\${n}\text{{ dollars}}", f"US${n}"]
     return same, [rf"\${n + 1}", f"{n} cents", f"€{n}", rf"\${n}.50", f"{n} pounds", rf"-\${n}"]
-
-
-def cents(draw: Random) -> Spellings:
-    n = draw.randint(11, 99)
-    n += n % 10 == 0
-    same = [f"{n} cents", rf"{n}\text{{ cents}}", f"{n}¢", rf"\$0.{n}", f"0.{n} dollars", rf"{n}\text{{¢}}",
-        rf"{n} \text{{ cents}}"]
-    return same, [rf"\${n}", f"{n + 1} cents", rf"\$0.0{n}", f"{n} dollars", rf"\$0.{n + 1 if n < 99 else 11}"]
 
 
 def euros(draw: Random) -> Spellings:
@@ -270,12 +188,6 @@ def ordinal(draw: Random) -> Spellings:
     return same, [f"{n + 1}th", rf"{n}0^{{\text{{th}}}}", f"{n - 1}", f"-{n}"]
 
 
-def dozens(draw: Random) -> Spellings:
-    n = draw.randint(2, 30)
-    return [f"{n} dozen", f"{12 * n}", rf"{n}\text{{ dozen}}", f"{12 * n} eggs"], [f"{n}", f"{n + 1} dozen",
-        f"{10 * n}", f"{n} eggs"]
-
-
 def option(draw: Random) -> Spellings:
     letter = draw.choice("ABCDE")
     other = draw.choice([name for name in "ABCDE" if name != letter])
@@ -296,12 +208,6 @@ def phrase(draw: Random) -> Spellings:
         f"{word} and {others[0]}"]
 
 
-def no_solution(draw: Random) -> Spellings:
-    same = ["no solution", "no solutions", r"\text{no solution}", r"\text{No solutions}", "No solution."]
-    return same, ["one solution", "infinitely many solutions", "solution", "0", r"\text{all real numbers}",
-        f"{draw.randint(1, 9)}"]
-
-
 def does_not_exist(draw: Random) -> Spellings:
     same = ["DNE", r"\text{DNE}", "does not exist", r"\text{does not exist}", r"\text{Does not exist.}",
         r"\mathrm{DNE}", r"\text{DNE.}"]
@@ -313,13 +219,6 @@ def date(draw: Random) -> Spellings:
     same = [f"{month} {day}", rf"\text{{{month} {day}}}", f"{month} {day}th", f"{day} {month}",
         rf"\text{{{month} {day}th}}", f"{month.lower()} {day}", rf"{day}\text{{ {month}}}"]
     return same, [f"{month} {day + 1}", f"April {day}", f"{month} {day}1", f"{day} May", f"{month}"]
-
-
-def segment(draw: Random) -> Spellings:
-    a, b = draw.sample("ABCDEFPQRST", 2)
-    same = [rf"\overline{{{a}{b}}}", f"{a}{b}", rf"\text{{{a}{b}}}", rf"\overline{{{a} {b}}}", rf"\mathrm{{{a}{b}}}"]
-    other = next(c for c in "XYZ")
-    return same, [rf"\overline{{{a}{other}}}", f"{b}{other}", rf"\angle {a}{b}{other}", f"{a}"]
 
 
 def formula(draw: Random) -> Spellings:
@@ -337,21 +236,3 @@ def quantity_command(draw: Random) -> Spellings:
     same = [rf"\SI{{{n}}}{{m/s}}", rf"{n}\text{{ m/s}}", rf"\qty{{{n}}}{{m/s}}", rf"\SI{{{n}}}{{\meter\per\second}}",
         rf"\qty{{{n}}}{{\metre\per\second}}"]
     return same, [rf"\SI{{{n + 1}}}{{m/s}}", rf"\SI{{{n}}}{{kg}}", rf"{n}\text{{ s/m}}", rf"\qty{{{n}}}{{\second}}"]
-
-
-def scientific_quantity(draw: Random) -> Spellings:
-    m, n = draw.randint(11, 99), draw.randint(3, 9)
-    m += m % 10 == 0
-    t = f"{m // 10}.{m % 10}"
-    same = [rf"{t}\times 10^{n}\,\mathrm{{m/s}}", rf"{t} \times 10^{{{n}}} \text{{ m/s}}", f"{t}e{n} m/s",
-        rf"{m * 10 ** (n - 1)}\text{{ m/s}}", rf"{t}\times10^{{{n}}}\ \mathrm{{m\,s^{{-1}}}}",
-        rf"{t} \cdot 10^{n} \frac{{\text{{m}}}}{{\text{{s}}}}", f"{t}×10^{n} m/s"]
-    return same, [rf"{t}\times 10^{n + 1}\,\mathrm{{m/s}}", rf"{t}\times 10^{n}\,\mathrm{{m}}",
-        rf"{t}\times 10^{{-{n}}} \text{{ m/s}}", rf"{m}\times 10^{n}\,\mathrm{{m/s}}"]
-
-
-def fraction_quantity(draw: Random) -> Spellings:
-    a, b = draw.choice([(1, 2), (3, 4), (2, 3), (5, 8), (7, 3)])
-    same = [rf"\frac{{{a}}}{{{b}}}\text{{ cup}}", f"{a}/{b} cup", f"{a}/{b} cups",
-        rf"\frac{{{a}}}{{{b}}} \text{{ of a cup}}", f"{a}/{b} of a cup", frac(a, b), rf"\frac{a}{b}\text{{ cups}}"]
-    return same, [frac(b, a), f"{a}/{b + 2} cup", f"{a} cups", rf"-\frac{{{a}}}{{{b}}}\text{{ cup}}"]

