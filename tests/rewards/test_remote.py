@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         response = body["response"]
         failures = self.server.failures.get(response, [])
         if response == "slow":
-            time.sleep(1.5)
+            time.sleep(1)
         status = failures.pop(0) if failures else 200
         answers = {"dict": {"score": 0.5, "length": 3}, "text": "good", "list": [1]}
         content = b"not JSON" if response == "garbage" else json.dumps(answers.get(response, len(response))).encode()
