@@ -124,14 +124,6 @@ def test_balanced_shares_have_equal_count_and_nearly_equal_cost(seed: int) -> No
     assert max(sum(costs[i] for i in share) for share in shares) <= max(map(sum, in_turn)) + 1e-9
 
 
-def test_balanced_shares_are_better_than_round_robin() -> None:
-    assert balanced_shares([8, 1, 7, 2, 6, 3], 2) in (
-        [[0, 1, 4], [2, 3, 5]],
-        [[0, 3, 5], [1, 2, 4]],
-        [[0, 1, 5], [2, 3, 4]],
-    )
-
-
 def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
     batch = Batch.from_table(to_table(samples(12)), needs_rewards=True)
     rows = [i for i in (7, 3, 10, 0, 1, 5) if batch.num_trained_tokens[i]]

@@ -56,7 +56,7 @@ def divergence(name: str, of: Tensor, teacher: Any, beta: float = 0.5, group: An
     return vocabulary_divergence(of, torch.arange(len(of)), teacher, row, TEMPERATURE, group)
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("beta", [0.1, 0.5])
 @pytest.mark.parametrize("name", NAMES)
 def test_divergence_equals_the_loop_over_all_tokens(name: str, beta: float) -> None:
     policy, teacher = logits(0), logits(1)
