@@ -202,7 +202,6 @@ def test_missing_prompts_of_the_teacher_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"opd_top_k": 4, "opd_divergence": None, "opd_teacher_load": "t"}, "--opd-top-k 4 has no effect"),
         ({"opd_jsd_beta": 0.3, "opd_teacher_load": "t"}, "--opd-jsd-beta 0.3 has no effect"),
         ({"opd_teacher_url": "http://t"}, "which an engine does not return: add --opd-top-k"),
         ({"hinted": {}, "opd_teacher_load": "t"}, "needs one kind of teacher"),

@@ -18,7 +18,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.microbatches import count_sample_uses, order_steps, samples_of_steps
+from penstock.stages.train.microbatches import order_steps, samples_of_steps
 from penstock.stages.train.step import TrainedRound, train_rollout
 from penstock.storage.errors import RunError
 from penstock.storage.samples.sample import to_table
@@ -114,14 +114,6 @@ def test_uses_of_samples_are_those_of_a_naive_count(epochs: int) -> None:
     assert len(result.steps) == 4 * epochs
 
 
-def test_uses_count_only_the_steps_that_ran() -> None:
-    config = TrainConfig(num_steps_per_rollout=4)
-    first = count_sample_uses(BATCH, config, [0, 2, 2])
-    steps = BATCH.trajectory_index // 4
-    expected = np.select([steps == 0, steps == 2], [1, 2]) * (BATCH.num_trained_tokens > 0)
-    assert first.tolist() == expected.tolist()
-
-
 def test_the_second_epoch_continues_the_first_with_the_same_old_logprobs_and_advantages() -> None:
     """The same steps one after the other, each in a round of its own, with the log-probs of before the first."""
     engine, result = trained(ppo_epochs=2, use_rollout_logprobs=True, seed=5)
@@ -152,12 +144,8 @@ def only(step: int, probe: BigramEngine, before: torch.Tensor) -> tuple[bool, fl
     return True, 0.0, [LR]
 
 
-@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
-def test_logprobs_of_a_round_are_those_of_the_first_epoch(use_rollout_logprobs: bool) -> None:
-    once, twice = (
-        trained(True, ppo_epochs=epochs, use_rollout_logprobs=use_rollout_logprobs)[1].tokens["trainer_logprobs"]
-        for epochs in (1, 2)
-    )
+def test_logprobs_of_a_round_are_those_of_the_first_epoch() -> None:
+    once, twice = (trained(True, ppo_epochs=epochs)[1].tokens["trainer_logprobs"] for epochs in (1, 2))
     assert once is not None and twice is not None and torch.equal(once, twice)
 
 
