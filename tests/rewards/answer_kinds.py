@@ -1,4 +1,4 @@
-"""Generators of answers, each with spellings of one value and of other values: numbers, quantities, text.
+"""Generators of answers, each with spellings of one value and of other values: numbers and quantities.
 
 They do not use the grader.
 """
@@ -49,17 +49,6 @@ def thousands(draw: Random) -> Spellings:
     return same, [f"{n + 1000:,}", f"{n + 1}", f"{n * 10:,}", text.replace(",", ".", 1), f"{n // 10}"]
 
 
-def decimal(draw: Random) -> Spellings:
-    value = Fraction(nonzero(draw, -4000, 4000), draw.choice([2, 4, 5, 8, 20, 25, 40]))
-    value = value if value.denominator > 1 else value + Fraction(1, 2)
-    text = f"{float(value)!r}"
-    a, b = value.numerator, value.denominator
-    same = [text, f"{text}0", f"{text}00", f"${text}$", frac(a, b), f"{a}/{b}", rf"\text{{{text}}}"]
-    if abs(value) < 1:
-        same.append(text.replace("0.", ".", 1))
-    return same, [f"{text}1", f"{float(value * 10)!r}", f"{float(value + 1)!r}", f"{float(-value)!r}", frac(a + b, b)]
-
-
 def fraction(draw: Random) -> Spellings:
     a, b = coprime(draw)
     k = draw.randint(2, 5)
@@ -93,15 +82,6 @@ def scientific(draw: Random) -> Spellings:
         rf"{t}\times 11^{n}"]
 
 
-def power(draw: Random) -> Spellings:
-    b, n = draw.randint(2, 9), draw.randint(2, 12)
-    same = [f"{b}^{n}", f"{b}^{{{n}}}", f"{b**n}", f"{b}**{n}", rf"{b}^{{{n - 1}}}\cdot {b}",
-        rf"{b}\times {b}^{{{n - 1}}}", f"({b})^{n}"]
-    others = [f"{b}^{{{n + 1}}}", f"{b**n + 1}", f"{b}^{{-{n}}}", f"{b * n}" if b * n != b**n else f"{b * n + 1}",
-        f"{b + 1}^{n}"]
-    return same, others
-
-
 def root(draw: Random) -> Spellings:
     a, b = draw.randint(2, 9), draw.choice([2, 3, 5, 6, 7])
     same = [rf"{a}\sqrt{{{b}}}", rf"{a}\sqrt{b}", rf"{a} \sqrt{{{b}}}", rf"\sqrt{{{a * a * b}}}",
@@ -111,15 +91,6 @@ def root(draw: Random) -> Spellings:
         rf"\sqrt{{{a}^2\cdot {b}}}", f"{a}√{b}"]
     return same, [rf"{a + 1}\sqrt{{{b}}}", rf"{a}\sqrt{{{b + 1}}}", rf"\sqrt{{{a * b}}}", f"{a * b}",
         rf"-{a}\sqrt{{{b}}}", f"{a * b**0.5:.3f}", rf"{a}+\sqrt{{{b}}}"]
-
-
-def base_n(draw: Random) -> Spellings:
-    b = draw.randint(3, 9)
-    digits = str(draw.randint(1, b - 1)) + "".join(str(draw.randint(0, b - 1)) for _ in range(draw.randint(2, 5)))
-    other = digits[:-1] + str((int(digits[-1]) + 1) % b)
-    same = [f"{digits}_{b}", f"{digits}_{{{b}}}", f"({digits})_{b}", f"({digits})_{{{b}}}",
-        rf"{digits}_{{\text{{{b}}}}}", f"{digits} _ {b}", f"${digits}_{{{b}}}$", rf"{{{digits}}}_{{{b}}}"]
-    return same, [f"{digits}_{b + 1}", f"{other}_{b}", f"{digits}0_{{{b}}}", f"{digits}{b}", f"{other}_{{{b}}}"]
 
 
 # ---- quantities ------------------------------------------------------------------------------------------------------
@@ -138,49 +109,3 @@ def unit(draw: Random) -> Spellings:
         rf"{n}\ \mathrm{{{short}}}", rf"x = {n}\text{{ {short}}}", rf"{n}\textrm{{ {short}}}",
     ]
     return same, [rf"{n}1\text{{ {short}}}", f"1{n}", rf"-{n}\text{{ {short}}}", rf"\frac{{{n}}}{{7}}\text{{ {short}}}"]
-
-
-def degrees(draw: Random) -> Spellings:
-    n = draw.randint(1, 359)
-    same = [
-        rf"{n}^\circ",
-        rf"{n}^{{\circ}}",
-        f"{n}°",
-        rf"{n}\degree",
-        f"{n} degrees",
-        rf"{n}\text{{ degrees}}",
-        f"{n}",
-        rf"{n} ^ \circ",
-        rf"{n}^{{\,\circ}}",
-        rf"{n}\,^\circ",
-    ]
-    return same, [rf"{n + 1}^\circ", rf"-{n}^\circ", rf"{n}0^{{\circ}}", f"{n - 1} degrees", f"{n + 180}°"]
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-WORDS = (
-    "East", "West", "Tuesday", "Friday", "even", "odd", "Alice", "Bob", "ellipse", "hyperbola", "parabola", "isosceles",
-    "infinitely many", "no solution", "increasing", "decreasing",
-    "blue", "green", "March", "yes", "no", "true", "false", "rectangle", "point of inflection",
-)
-
-
-def text(draw: Random) -> Spellings:
-    word = draw.choice(WORDS)
-    others = [other for other in WORDS if other != word]
-    joined = word.replace(" ", r"\ ")
-    same = [
-        word,
-        rf"\text{{{word}}}",
-        rf"\textbf{{{word}}}",
-        rf"\mathrm{{{joined}}}",
-        word.lower(),
-        rf"\text{{ {word} }}",
-        f"{word}.",
-        rf"\mbox{{{word}}}",
-        rf"\text{{{word}.}}",
-        rf"\textit{{{word}}}",
-    ]
-    scrambled = word[::-1] if word[::-1].lower() != word.lower() else f"{word}s"
-    return same, [draw.choice(others), rf"\text{{{draw.choice(others)}}}", f"not {word}", scrambled]

@@ -13,14 +13,6 @@ def numbers(draw: Random, count: int) -> list[int]:
     return draw.sample([number for number in range(-30, 31)], count)
 
 
-def point(draw: Random) -> Spellings:
-    a, b = numbers(draw, 2)
-    same = [f"({a},{b})", f"({a}, {b})", rf"\left({a},{b}\right)", rf"\left( {a}, {b} \right)", rf"({a},\,{b})",
-        f"({a}.0, {b})", f"(x,y)=({a},{b})", rf"(x, y) = \left({a}, {b}\right)", rf"\big({a}, {b}\big)",
-        rf"({a},\ {b})"]
-    return same, [f"({b},{a})", f"({a},{b + 1})", f"({a},{b},0)", f"[{a},{b}]", rf"\{{{a},{b}\}}", f"({-a - 1}, {b})"]
-
-
 def interval(draw: Random) -> Spellings:
     a = draw.randint(-20, 10)
     b = a + draw.randint(1, 15)
@@ -48,23 +40,6 @@ def union(draw: Random) -> Spellings:
     return same, [rf"(-\infty,{a}]\cup({b},\infty)", rf"(-\infty,{a})\cup[{b},\infty)",
         rf"(-\infty,{a - 1})\cup({b},\infty)", rf"({a},{b})",
         rf"(-\infty,{a})\cap({b},\infty)"]
-
-
-def finite_set(draw: Random) -> Spellings:
-    values = numbers(draw, draw.randint(2, 4))
-    mixed = draw.sample(values, len(values))
-    plain, spaced, other = ",".join(map(str, values)), ", ".join(map(str, values)), ", ".join(map(str, mixed))
-    same = [
-        rf"\{{{plain}\}}",
-        rf"\{{{spaced}\}}",
-        rf"\left\{{{plain}\right\}}",
-        rf"\left\{{ {other} \right\}}",
-        rf"\{{{other}\}}",
-        rf"\lbrace {spaced} \rbrace",
-        rf"x \in \{{{plain}\}}",
-    ]
-    return same, [rf"\{{{plain},99\}}", rf"\{{{','.join(map(str, values[1:]))}\}}",
-        rf"\{{{','.join(map(str, [values[0] + 50, *values[1:]]))}\}}", f"[{plain}]"]
 
 
 def listed(draw: Random) -> Spellings:
@@ -96,20 +71,6 @@ def vector(draw: Random) -> Spellings:
         rf"\begin{{pmatrix}} {a}.0 \\ {b} \end{{pmatrix}}"]
     return same, [rf"\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \end{{pmatrix}}",
         rf"\begin{{pmatrix}} {a} \\ {b + 1} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}{b} \end{{pmatrix}}"]
-
-
-def matrix(draw: Random) -> Spellings:
-    a, b, c, d = numbers(draw, 4)
-    same = [rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d}\end{{pmatrix}}",
-        rf"\begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}",
-        rf"\begin{{bmatrix}} {a} & {b} \\ {c} & {d} \end{{bmatrix}}",
-        rf"\left[\begin{{array}}{{cc}} {a} & {b} \\ {c} & {d} \end{{array}}\right]",
-        rf"\left(\begin{{matrix}} {a} & {b} \\ {c} & {d} \end{{matrix}}\right)",
-        f"\\begin{{pmatrix}}\n{a} & {b} \\\\\n{c} & {d}\n\\end{{pmatrix}}",
-        rf"A = \begin{{pmatrix}} {a} & {b} \\ {c} & {d} \end{{pmatrix}}"]
-    return same, [rf"\begin{{pmatrix}}{a}&{c}\\{b}&{d}\end{{pmatrix}}",
-        rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d + 1}\end{{pmatrix}}", rf"\begin{{pmatrix}}{b}&{a}\\{c}&{d}\end{{pmatrix}}",
-        rf"\begin{{pmatrix}}{a}&{b}&{c}&{d}\end{{pmatrix}}"]
 
 
 def number_sets(draw: Random) -> Spellings:

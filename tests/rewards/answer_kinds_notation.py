@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.rewards.answer_kinds import Spellings, coprime, frac, nonzero, sign
+from tests.rewards.answer_kinds import Spellings
 from tests.rewards.answer_kinds_collections import numbers
 
 # fmt: off
@@ -57,23 +57,6 @@ def approximately(draw: Random) -> Spellings:
     return same, [rf"\approx {text}1", f"approximately {text[::-1]}1", f"about -{text}",
         rf"\approx {text.replace('.', '')}",
         f"not {text}", f"at least {text}"]
-
-
-def proportion(draw: Random) -> Spellings:
-    a, b = coprime(draw, 40)
-    same = [f"{a}:{b}", f"{a} to {b}", rf"{a}\text{{ to }}{b}", rf"{a} \text{{ to }} {b}", rf"\text{{{a} to {b}}}",
-        f"{a} : {b}",
-        rf"{a}{{:}}{b}", rf"{a}\mathbin{{:}}{b}"]
-    return same, [f"{b} to {a}", f"{a} to {b + 1}", f"{b}:{a}", rf"{a + 1}\text{{ to }}{b}", f"{a}, {b}",
-        f"{a} of {b}"]
-
-
-def range_of_numbers(draw: Random) -> Spellings:
-    a = draw.randint(1, 40)
-    b = a + draw.randint(1, 30)
-    same = [f"{a} to {b}", rf"{a}\text{{ to }}{b}", f"from {a} to {b}", rf"\text{{from }}{a}\text{{ to }}{b}",
-        rf"\text{{from {a} to {b}}}", rf"[{a}, {b}]"]
-    return same, [f"{a} to {b + 1}", f"from {b} to {a}", f"({b}, {a})", f"{a - 1} to {b}", f"from -{a} to {b}"]
 
 
 def system(draw: Random) -> Spellings:
@@ -133,28 +116,6 @@ def angle_brackets(draw: Random) -> Spellings:
     return same, [rf"\left<{b},{a}\right>", f"<{a}, {b}, 0>", rf"\langle {a + 1}, {b} \rangle", f"{a} < {b}"]
 
 
-def unit_vectors(draw: Random) -> Spellings:
-    a, b = draw.randint(2, 19), nonzero(draw, -19, 19)
-    b = 7 if b in (1, -1) else b
-    same = [rf"{a}\mathbf{{i}} {sign(b)}\mathbf{{j}}", rf"{a}\hat{{i}} {sign(b)}\hat{{j}}",
-        rf"{a}\hat{{\mathbf{{i}}}} {sign(b)}\hat{{\mathbf{{j}}}}",
-        rf"{a}\vec{{i}} {sign(b)}\vec{{j}}", rf"{a}\,\hat{{\imath}} {sign(b)}\,\hat{{\jmath}}",
-        rf"{b}\mathbf{{j}}+{a}\mathbf{{i}}"]
-    return same, [rf"{a}\mathbf{{j}} {sign(b)}\mathbf{{i}}" if a != b else "0", rf"{a}\hat{{i}} {sign(-b)}\hat{{j}}",
-        rf"{a + 1}\hat{{i}} {sign(b)}\hat{{j}}", rf"{a}\hat{{i}} {sign(b)}\hat{{k}}"]
-
-
-def floor_of_integers(draw: Random) -> Spellings:
-    m = draw.randint(2, 12)
-    same = [rf"\lfloor n/{m} \rfloor", rf"\left\lfloor \frac{{n}}{{{m}}} \right\rfloor", f"⌊n/{m}⌋", f"floor(n/{m})",
-        rf"\lceil \frac{{n-{m - 1}}}{{{m}}} \rceil", rf"\left\lfloor\frac{{2n}}{{{2 * m}}}\right\rfloor",
-        rf"\operatorname{{floor}}(n/{m})"]
-    return same, [rf"\lfloor (n+1)/{m} \rfloor", rf"\left\lfloor \frac{{n-1}}{{{m}}} \right\rfloor",
-        rf"\lceil n/{m} \rceil",
-        rf"\frac{{n}}{{{m}}}", rf"\left\lfloor \frac{{n+{m - 1}}}{{{m}}} \right\rfloor",
-        rf"\lfloor n/{m + 1} \rfloor"]
-
-
 def empty_and_nested_sets(draw: Random) -> Spellings:
     a, b = draw.sample(range(1, 20), 2)
     return draw.choice([
@@ -166,16 +127,6 @@ def empty_and_nested_sets(draw: Random) -> Spellings:
             [rf"\{{{a}, {b}\}}", rf"\{{\{{{b}\}}, {a}\}}", rf"\{{\{{{a}, {b}\}}\}}", f"{a}, {b}"]),
         ([rf"\{{\{{{a}\}},\{{{b}\}}\}}", rf"\{{\{{{b}\}}, \{{{a}\}}\}}"],
             [rf"\{{\{{{a}, {b}\}}\}}", rf"\{{{a}, {b}\}}", rf"\{{\{{{a}\}}, {b}\}}", rf"\{{\{{{a}\}}\}}"])])
-
-
-def reals_without_a_point(draw: Random) -> Spellings:
-    a = draw.randint(-9, 9)
-    same = [rf"(-\infty,{a})\cup({a},\infty)", rf"\mathbb{{R}} \setminus \{{{a}\}}", rf"x \ne {a}",
-        rf"\mathbb{{R}}\backslash\{{{a}\}}",
-        rf"\mathbb{{R}} - \{{{a}\}}", rf"\{{x \in \mathbb{{R}} : x \ne {a}\}}", rf"\{{x \mid x \neq {a}\}}",
-        rf"x \in \mathbb{{R}}, x \ne {a}"]
-    return same, [rf"(-\infty,{a + 1})\cup({a + 1},\infty)", rf"(-\infty,{a}]\cup[{a},\infty)", r"\mathbb{R}",
-        rf"\mathbb{{R}} \setminus \{{{a + 1}\}}", rf"\{{{a}\}}", f"x = {a}"]
 
 
 def set_builder(draw: Random) -> Spellings:
@@ -222,20 +173,6 @@ def piecewise(draw: Random) -> Spellings:
         rf"\begin{{cases}} {a + 1}x & x < {c} \\ x+{b} & x \ge {c} \end{{cases}}"]
 
 
-def integer_family(draw: Random) -> Spellings:
-    a, b = coprime(draw, 9)
-    base, period = rf"\frac{{{a}\pi}}{{{b}}}", draw.choice([r"\pi", r"2\pi"])
-    p = period.replace(r"\pi", "")
-    same = [rf"{base} + {p}k\pi, k \in \mathbb{{Z}}", rf"x = {base} + {p}k\pi,\ k\in\mathbb{{Z}}",
-        rf"{base}+{p}n\pi, n \in \mathbb{{Z}}",
-        rf"x = {base} + {p}k\pi \text{{ for }} k \in \mathbb{{Z}}", rf"{base} + {p}\pi k, \quad k \in \mathbb{{Z}}",
-        rf"{base} + {p}k\pi \ (k \in \mathbb{{Z}})", rf"{base} + {p}\pi n, \text{{ where }} n \in \mathbb{{Z}}",
-        rf"{base} + {p}k\pi, \text{{ where }} k \text{{ is an integer}}", rf"{base} + {p}k\pi, k ∈ ℤ"]
-    return same, [rf"{base} + {'' if p else '2'}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k, k \in \mathbb{{Z}}",
-        rf"\frac{{{b}\pi}}{{{a}}} + {p}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k\pi, k \in \mathbb{{N}}",
-        rf"{base}"]
-
-
 def combinations(draw: Random) -> Spellings:
     n = draw.randint(4, 15)
     k = draw.randint(2, n - 2)
@@ -249,15 +186,6 @@ def combinations(draw: Random) -> Spellings:
         f"P({n},{k})", f"C({k},{n})"]
 
 
-def repeating_dots(draw: Random) -> Spellings:
-    d, whole = draw.choice([1, 2, 4, 5, 7, 8]), draw.randint(0, 9)
-    same = [rf"{whole}.\overline{{{d}}}", rf"{whole}.\dot{{{d}}}", rf"{whole}.\dot{d}", f"{whole}.({d})",
-        frac(9 * whole + d, 9),
-        rf"{whole}.\bar{d}"]
-    return same, [f"{whole}.{d}", f"{whole}.{d}{d}", rf"{whole}.\overline{{{d}0}}", rf"{whole + 1}.\dot{{{d}}}",
-        frac(9 * whole + d, 10)]
-
-
 def unicode_powers(draw: Random) -> Spellings:
     v, n = draw.choice("xyn"), draw.randint(2, 9)
     up, down = "⁰¹²³⁴⁵⁶⁷⁸⁹"[n], "₀₁₂₃₄₅₆₇₈₉"[n]
@@ -265,14 +193,6 @@ def unicode_powers(draw: Random) -> Spellings:
         return [f"3{v}{up}", f"3{v}^{n}", f"3{v}^{{{n}}}", rf"3 \cdot {v}{up}"], [f"3{v}^{n + 1}", f"3{v}{n}",
         f"3{v}", f"3{v}_{n}"]
     return [f"{v}{down}", f"{v}_{n}", f"{v}_{{{n}}}"], [f"{v}^{n}", f"{v}{n}", f"{v}_{n + 1}", f"{v}"]
-
-
-def minus_power(draw: Random) -> Spellings:
-    n = draw.randint(2, 19)
-    same = [f"10^{{-{n}}}", "10⁻" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(n)), rf"1 \times 10^{{-{n}}}",
-        rf"\frac{{1}}{{10^{{{n}}}}}",
-        f"1e-{n}", f"1E-{n}", rf"10^{{\,-{n}}}"]
-    return same, [f"10^{n}", f"10^{{-{n + 1}}}", f"-10^{n}", f"1e{n}"]
 
 
 def chain_of_equations(draw: Random) -> Spellings:
