@@ -114,12 +114,6 @@ def test_sample_with_more_image_tokens_than_its_images_is_refused(rollout: Rollo
         pack(rollout.batch(), [0])
 
 
-def test_batch_has_the_grids_of_the_images_of_each_sample(rollout: Rollout) -> None:
-    batch = rollout.batch()
-    assert batch.image_grids.tolist() == [rollout.patches(name)[1] for name in ("wide", "small", "high", "small")]
-    assert batch.image_samples.tolist() == [0, 2, 2, 2]
-
-
 def test_ranks_get_equal_shares_of_the_images(checkpoint: Path, tmp_path: Path) -> None:
     rollout = Rollout(checkpoint, tmp_path)
     for has_image in (True, True, False, False):
