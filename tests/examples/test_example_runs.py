@@ -128,8 +128,8 @@ def test_example_learns(
 @pytest.mark.parametrize("name", ["retool", "customer"])
 def test_example_trains_on_the_models_tokens_only(run: Run, name: str) -> None:
     """What a random tiny model learns here within minutes is not claimed."""
-    store, _ = run(name, rounds=4)
-    assert len(curve(store, name)) == 4
+    store, _ = run(name, rounds=2)
+    assert len(curve(store, name)) == 2
     samples = samples_of(store, name, 0)
     assert any(0 in sample.loss_mask[sample.loss_mask.index(1) :] for sample in samples if 1 in sample.loss_mask)
     for sample in samples:
@@ -157,14 +157,14 @@ def test_agent_of_strands_is_trained(
     (packages / "penstock.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (own / "sglang-site").symlink_to(sglang_site())  # torchvision for the engine
     monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
-    store, _ = run("strands_agent", rounds=4)
+    store, _ = run("strands_agent", rounds=2)
     samples = samples_of(store, "strands", 0)
     assert sum("<|system|>" in sample.response for sample in samples) > 3, (
         "the agent runs the tool"
     )  # of a random model
     for sample in samples:
         assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
-    assert len(curve(store, "strands")) == 4
+    assert len(curve(store, "strands")) == 2
 
 
 def test_geometry_removes_the_mistake(run: Run) -> None:
@@ -179,11 +179,11 @@ def test_geometry_removes_the_mistake(run: Run) -> None:
 
 
 def test_shapes_learns_to_name_the_colour_of_a_picture(run: Run) -> None:
-    store, outputs = run("shapes", rounds=30)
+    store, outputs = run("shapes", rounds=20)
     values = curve(store, "shapes")
-    assert mean(values[:3]) < 0.35 and mean(values[-3:]) > 0.7, values
+    assert mean(values[:3]) < 0.35 and mean(values[-3:]) > 0.6, values
     assert max(curve(store, "shapes", "train/train_rollout_logprob_abs_diff", kind="steps")) < 1e-5
-    assert "no problems found" in outputs[-1] and "30 of 30" in outputs[-1]
+    assert "no problems found" in outputs[-1] and "20 of 20" in outputs[-1]
 
 
 def test_geometry3k_trains_in_one_turn_and_in_several(run: Run) -> None:
