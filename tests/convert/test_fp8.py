@@ -134,10 +134,15 @@ def test_fp8_source_converts_to_bf16_and_exports_to_the_same_fp8(quantized: Path
         torch.testing.assert_close(again[name], stored[name], rtol=2**-8, atol=0)
 
 
-def test_quantized_weight_without_scales_is_refused(quantized: Path, tmp_path: Path) -> None:
-    tensors = load_file(quantized / "model.safetensors")
+def test_quantized_weight_with_other_blocks_or_without_scales_is_refused(quantized: Path, tmp_path: Path) -> None:
+    config, tensors = (quantized / "config.json").read_text(), load_file(quantized / "model.safetensors")
+    entry = json.loads(config)["quantization_config"] | {"weight_block_size": [64, 64]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"quantization_config": entry}))
+    with pytest.raises(ModelError, match="weight_block_size"):
+        HFWeights(tmp_path)
     del tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((quantized / "config.json").read_text())
+    (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=r"F8_E4M3.*o_proj\.weight_scale_inv"):
         HFWeights(tmp_path)
