@@ -159,13 +159,6 @@ grader = Grader(RewardSettings(custom_rm_path="{file}:misbehave", timeout=3600),
 grader.grade([Sample("0", "g", "0", 0, response="ok")])
 grader.submit(Sample("1", "g", "1", 0, response="hang in C"))
 """,
-    "the import of a reward": """
-import pathlib, threading
-from penstock.stages.rewards.custom_reward import check_custom_reward
-pathlib.Path("{folder}/slow.py").write_text("import time; time.sleep(3600)")
-options = dict(group_rm=False, rm_model_path=None, timeout=3600.0)
-threading.Thread(target=check_custom_reward, args=("{folder}/slow.py:f",), kwargs=options, daemon=True).start()
-""",
     "a template": """
 import threading
 from penstock.stages.rollout.text.templates import RenderLimits, TemplateRenderer
