@@ -251,7 +251,7 @@ def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("def f(sample): ...", r"\(sample\).*\(args, sample\)"),
+        ("def f(completions, **kw): ...", r"\(completions, .*f\(args, sample\) -> float .*docs/coming-from.md"),
         ("def f(args, sample, extra): ...", "extra"),
         ("async def f(args, sample):\n    yield 1", "generator"),
         ("class F: ...", "compute_reward"),
@@ -265,6 +265,9 @@ def test_reward_with_a_wrong_signature_is_rejected_at_load(tmp_path: Path, sourc
     path.write_text(source)
     with pytest.raises(PluginError, match=part):
         load_custom_reward(str(path))
+    if "def f(" in source:
+        with pytest.raises(PluginError, match=r"f\(args, samples\) -> list of floats|generator"):
+            load_custom_reward(str(path), group_rm=True)
 
 
 @pytest.mark.parametrize(

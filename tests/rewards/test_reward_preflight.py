@@ -186,22 +186,6 @@ def test_reward_that_fails_every_test_sample_is_rejected(
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("signature", "group_rm", "form"),
-    [
-        ("data_source, solution_str, ground_truth", False, "a reward is f(args, sample) -> float"),
-        ("completions", True, "a reward is f(args, samples) -> list of floats"),
-    ],
-)
-def test_reward_with_the_signature_of_another_trainer_is_told_the_form(
-    signature: str, group_rm: bool, form: str, tmp_path: Path
-) -> None:
-    path = reward_file(tmp_path, f"def grade({signature}): return 1.0\n")
-    with pytest.raises(InputError) as error:
-        try_reward_on_test_samples(options(custom_rm_path=f"{path}:grade", group_rm=group_rm), [GOOD])
-    assert form in str(error.value) and "docs/coming-from.md" in str(error.value)
-
-
 def test_reward_that_fails_without_a_label_is_told_the_option(tmp_path: Path) -> None:
     code = "def reward_func(args, sample): return float(int(sample.label) == 5)\n"
     config = options(custom_rm_path=reward_file(tmp_path, code))
