@@ -55,10 +55,6 @@ def test_every_spelling_of_both_directions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--load", "{model}"], "--load .*--save"),
-        (["--load", "{model}", "--save", "x", "--verify"], "--verify .*--hf-checkpoint"),
-        (["--hf-checkpoint", "{source}", "--origin-hf-dir", "x"], "--origin-hf-dir .*--load"),
-        (["--load", "nothing", "--save", "x"], "--load nothing"),
         (["--load", "{source}", "--save", "x"], "--origin-hf-dir"),
         (["--hf-checkpoint", "{source}", "--megatron-names", "te"], "--megatron-names .*--save"),
         (["--load", "{model}", "--save", "x", "--megatron-names", "te", "--export-dtype", "fp8"], "--export-dtype"),
