@@ -1,9 +1,6 @@
 """`--model-family-path`: families in files outside the tree are converted, exported and checked like others."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,7 @@ from converted import check_same_tensors, commit_of
 from families import make_family
 from safetensors.torch import load_file, save_file
 
-from penstock.engines.families import family_of, read_shape, tensor_layout
+from penstock.engines.families import family, family_of, read_shape, tensor_layout
 from penstock.engines.families.family import load_family
 from penstock.engines.families.shape import ModelShape
 from penstock.flows.config import config_hash
@@ -28,7 +25,6 @@ from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, PluginError
 from penstock.storage.store import Store
 
-ROOT = Path(__file__).parents[2]
 NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
 ACORN = (
     f"NAMES = {NAMES}\n"
@@ -192,20 +188,12 @@ def test_module_on_the_python_path(acorn: str, source: Path, monkeypatch: pytest
     assert shape.family_path == "acorn" and family_of(shape).name == "acorn"
 
 
-def test_another_process_finds_the_table_of_a_shape(acorn: str, source: Path) -> None:
-    """As a trainer's rank does, which receives the shape alone."""
+def test_table_of_a_shape_is_found_by_its_family_path(acorn: str, source: Path) -> None:
+    """As in a trainer's rank, which receives the shape alone."""
     shape = read_shape(source, acorn)
-    assert ModelShape.model_validate_json(shape.model_dump_json()) == shape
-    code = (
-        "import sys\nfrom penstock.engines.families import tensor_layout\n"
-        "from penstock.engines.families.shape import ModelShape\n"
-        "print(*tensor_layout(ModelShape.model_validate_json(sys.argv[1])).hf_shapes, sep='\\n')\n"
-    )
-    command = [sys.executable, "-c", code, shape.model_dump_json()]
-    child = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert set(child.stdout.split()) == tensor_layout(shape).hf_shapes.keys(), child.stderr
+    received = ModelShape.model_validate_json(shape.model_dump_json())
+    family._import_module.cache_clear()
+    assert received == shape and tensor_layout(received).hf_shapes == tensor_layout(shape).hf_shapes
 
 
 def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(
