@@ -107,7 +107,7 @@ def test_offload_moves_policy_and_critic(world: None) -> None:
 ALL_MODELS: dict[str, Any] = {
     **PPO,
     **{"use_kl_loss": True, "kl_loss_coef": 0.1, "opd": {"opd_kl_coef": 0.1, "opd_teacher_load": "teacher"}},
-    **{"num_steps_per_rollout": 2, "max_tokens_per_gpu": 120, "lr": 1e-3, "params_dtype": "bf16"},
+    **{"num_steps_per_rollout": 1, "max_tokens_per_gpu": 120, "lr": 1e-3, "params_dtype": "bf16"},
 }
 
 

@@ -125,7 +125,16 @@ ROUNDS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(directory: Path, options: dict[str, Any]) -> Store:
+@pytest.fixture(scope="module")
+def saved(world: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of three models."""
+    directory = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("initial", "reference", "teacher")):
+        build_models(SHAPE, TrainConfig(params_dtype="fp32", seed=seed)).policy.save(directory / name, None)
+    return directory
+
+
+def train(directory: Path, saved: Path, options: dict[str, Any]) -> Store:
     """Return the store of a run with one round, trained by the real trainer in this process."""
     train = {"lr": 1e-2, "params_dtype": "fp32", "max_tokens_per_gpu": 120, **options}
     batches = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "rm_type": "random"}
@@ -137,12 +146,10 @@ def train(directory: Path, options: dict[str, Any]) -> Store:
     commit_rollouts(store, KEYS, 1)
     config = given.train
     models = build_models(SHAPE, config)
-    for seed, name in enumerate(("initial", "reference", "teacher")):
-        build_models(SHAPE, TrainConfig(params_dtype="fp32", seed=seed)).policy.save(directory / name, None)
     for name, is_used in (("reference", config.uses_reference), ("teacher", config.loads_teacher)):
         if is_used:
-            load_auxiliary_model(models, name, directory / name)
-    load_initial(models, directory / "initial")
+            load_auxiliary_model(models, name, saved / name)
+    load_initial(models, saved / "initial")
     rollout = store.committed(KEYS.rollout_prefix(0))
     assert rollout is not None
     table = read_table(store, rollout)
@@ -160,9 +167,9 @@ def train(directory: Path, options: dict[str, Any]) -> Store:
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_round_of_the_trainer_is_exported_and_recomputed(
-    name: str, world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store, file = train(tmp_path, ROUNDS[name]), tmp_path / "round.parquet"
+    store, file = train(tmp_path, saved, ROUNDS[name]), tmp_path / "round.parquet"
     assert main(["export", KEYS.run, "--round", "0", "--output", str(file), "--store", store.root]) == 0
     exported = capsys.readouterr().out
     assert "all optimizer steps are recomputed" in exported and "DIFFERS" not in exported
@@ -191,9 +198,9 @@ def test_round_of_the_trainer_is_exported_and_recomputed(
 
 
 def test_several_steps_without_their_logprobs_are_not_recomputed(
-    world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = train(tmp_path, {"num_steps_per_rollout": 2, "use_kl_loss": True})
+    store = train(tmp_path, saved, {"num_steps_per_rollout": 2, "use_kl_loss": True})
     assert main(["samples", KEYS.run, "--explain", "0-7", "--store", store.root]) == 0
     out = capsys.readouterr().out
     assert (
@@ -203,9 +210,9 @@ def test_several_steps_without_their_logprobs_are_not_recomputed(
 
 
 def test_changed_number_is_reported_with_exit_code_1(
-    world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = train(tmp_path, {})
+    store = train(tmp_path, saved, {})
     stored = load_round(store, KEYS, 0)
     for change, code in ((0.0, 0), (1e-4, 1), (float("nan"), 1)):
         stored.about["steps"][0]["train/loss"] += change
