@@ -183,7 +183,7 @@ def test_other_file_and_unknown_type_are_named(tmp_path: Path) -> None:
 
 @needs_reasoning_gym
 @pytest.mark.parametrize("task", DATA["TASKS"])
-def test_rows_are_the_same_for_a_seed_held_out_questions_are_not_trained_and_worked_answers_right(task: str) -> None:
+def test_rows_depend_on_the_seed_are_not_held_out_and_have_right_worked_answers(task: str) -> None:
     rows = DATA["make_rows"](task, 0)
     assert rows == DATA["make_rows"](task, 0)
     assert rows["train"] != DATA["make_rows"](task, 1_000_000)["train"]
