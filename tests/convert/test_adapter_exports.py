@@ -48,10 +48,8 @@ def save_run(model: Path, store: Store, overrides: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(7)
     for param in engine.chunks[0].adapters.parameters():
         param.data.copy_(0.1 * torch.randn(param.shape, generator=generator))
-    create_run_record(
-        store,
-        resolve("sft", config_of(model, Path(store.root), "old", "--lora-rank", "8", "--lora-alpha", "12"), store),
-    )
+    config = config_of(model, Path(store.root), "old", "--lora-rank", "8", "--lora-alpha", "12")
+    create_run_record(store, resolve("sft", config, store))
     commit_checkpoint(store, "models/base", lambda path: engine.save(path, None), kind="model")
     commit_checkpoint(
         store,
@@ -117,14 +115,11 @@ def test_what_needs_all_weights_of_a_run_with_adapters_is_refused(tiny_model: Pa
     save_run(tiny_model, store, {})
     commit = store.committed(KEYS.checkpoint_prefix(3))
     assert commit is not None
-    [(role, base)] = [
-        entry for entry in read_lineage(store).nodes[commit_key(KEYS.checkpoint_prefix(3))].inputs if entry[0] == "base"
-    ]
-    assert (role, base) == ("base", commit_key("models/base"))
+    inputs = read_lineage(store).nodes[commit_key(KEYS.checkpoint_prefix(3))].inputs
+    assert ("base", commit_key("models/base")) in inputs
+    loading = config_of(tiny_model, tmp_path / "store", "new", "--load", str(tmp_path / "store" / "old"))
     with pytest.raises(OptionError, match=r"only LoRA adapters.*penstock export old"):
-        resolve(
-            "sft", config_of(tiny_model, tmp_path / "store", "new", "--load", str(tmp_path / "store" / "old")), store
-        )
+        resolve("sft", loading, store)
     with pytest.raises(OptionError, match="--format hf"):
         export_megatron(store, commit, Origin(tiny_model), str(tmp_path / "out"), "te")
     whole = commit.model_copy(update={"state": {}})
@@ -134,22 +129,14 @@ def test_what_needs_all_weights_of_a_run_with_adapters_is_refused(tiny_model: Pa
 
 
 def test_fork_keeps_the_options_of_adapters_or_adds_adapters(tiny_model: Path, tmp_path: Path) -> None:
-    adapters = config_of(tiny_model, tmp_path / "store", "old", "--lora-rank", "8", "--num-rollout", "9")
-    full = config_of(tiny_model, tmp_path / "store", "old", "--num-rollout", "9")
+    store = Store(str(tmp_path / "store"), probe=False)
+    full, adapters = (
+        config_of(tiny_model, tmp_path / "store", "old", "--num-rollout", "9", *words)
+        for words in ([], ["--lora-rank", "8"])
+    )
     for options in ([], ["--lr", "1e-4"]):
-        assert (
-            plan_fork(Store(str(tmp_path / "store"), probe=False), "sft", adapters, options, "new", 3).train.lora
-            == adapters.train.lora
-        )
-    assert (
-        plan_fork(Store(str(tmp_path / "store"), probe=False), "sft", full, ["--lora-rank", "4"], "new", 3).train.lora
-        is not None
-    )
-    assert (
-        plan_fork(
-            Store(str(tmp_path / "store"), probe=False), "sft", adapters, ["--lora-rank", "4"], "new", 0
-        ).train.lora
-        is not None
-    )
+        assert plan_fork(store, "sft", adapters, options, "new", 3).train.lora == adapters.train.lora
+    for config, version in ((full, 3), (adapters, 0)):
+        assert plan_fork(store, "sft", config, ["--lora-rank", "4"], "new", version).train.lora is not None
     with pytest.raises(OptionError, match=r"cannot change at round 3.*adapters of old"):
-        plan_fork(Store(str(tmp_path / "store"), probe=False), "sft", adapters, ["--lora-rank", "4"], "new", 3)
+        plan_fork(store, "sft", adapters, ["--lora-rank", "4"], "new", 3)

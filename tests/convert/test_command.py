@@ -13,12 +13,12 @@ from penstock.flows.options import flags
 from penstock.flows.runtime.conversion import import_model, run_conversion, run_export
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
-from penstock.stages.convert.conversion_check import TOLERANCE, LogitsComparison, compare_logits, verify_existing
+from penstock.stages.convert.conversion_check import TOLERANCE, LogitsComparison, verify_existing
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import read_record
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.commit import Commit, RunKeys
-from penstock.storage.errors import ModelError, OptionError
+from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
 
 
@@ -55,20 +55,9 @@ def test_every_spelling_of_both_directions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--load", "{model}"], "--load .*--save"),
-        (["--load", "{model}", "--save", "x", "--verify"], "--verify .*--hf-checkpoint"),
-        (["--hf-checkpoint", "{source}", "--origin-hf-dir", "x"], "--origin-hf-dir .*--load"),
-        (
-            ["--load", "nothing", "--save", "x"],
-            "--load nothing",
-        ),
         (["--load", "{source}", "--save", "x"], "--origin-hf-dir"),
-        (["--hf-checkpoint", "{source}", "--mtp", "some"], "--mtp"),
         (["--hf-checkpoint", "{source}", "--megatron-names", "te"], "--megatron-names .*--save"),
-        (
-            ["--load", "{model}", "--save", "x", "--megatron-names", "te", "--export-dtype", "fp8"],
-            "--export-dtype",
-        ),
+        (["--load", "{model}", "--save", "x", "--megatron-names", "te", "--export-dtype", "fp8"], "--export-dtype"),
     ],
 )
 def test_options_that_exclude_each_other(
@@ -94,14 +83,12 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
     store, keys = open_store(run.run), RunKeys("first")
     create_run_record(store, resolve("train", run, store))
     for version in (5, 10):
-        store.commit(
-            keys.checkpoint_prefix(version),
-            Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}"),
-        )
+        commit = Commit(kind="checkpoint", run="first", index=version, attempt=f"a{version}")
+        store.commit(keys.checkpoint_prefix(version), commit)
     for named, attempt in (("first", "a10"), ("first/5", "a5")):
         config = config_of("--load", named, *store_words)
-        commit = find_checkpoint(config)
-        assert isinstance(commit, Commit) and commit.attempt == attempt and config.convert.hf_checkpoint == str(source)
+        found = find_checkpoint(config)
+        assert isinstance(found, Commit) and found.attempt == attempt and config.convert.hf_checkpoint == str(source)
     with pytest.raises(OptionError, match=r"--load first/7.*first/5, first/10"):
         config_of("--load", "first/7", *store_words)
 
@@ -115,12 +102,6 @@ def test_verification_reports_what_was_compared(source: Path, model: Path) -> No
     assert bits.startswith(f"{int(commit.summary['convert/num_bytes']):,} bytes")
     assert 0 < float(logits.rsplit(" ", 5)[1]) < TOLERANCE / 10
     assert "not compared: no room" in str(LogitsComparison(reason="no room"))
-
-
-def test_verification_finds_different_logits(model: Path, tmp_path: Path) -> None:
-    other = make_family(tmp_path / "other", "glm4.5", seed=1, num_hidden_layers=2)
-    with pytest.raises(ModelError, match="transformers"):
-        compare_logits(model / "release", other)
 
 
 def test_summary_lines(source: Path, model: Path) -> None:

@@ -50,11 +50,10 @@ def spoiled(source: Path, tmp_path: Path) -> Callable[..., Path]:
     return spoil
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_round_trip_is_exact_and_loads(tied: bool, tmp_path: Path, store: Store) -> None:
+def test_round_trip_is_exact_and_loads(tmp_path: Path, store: Store) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = make_tiny_model(tmp_path / "hf", seed=4, tied=tied, **SIZES)
+    source = make_tiny_model(tmp_path / "hf", seed=4, tied=True, **SIZES)
     model = convert_hf(store, source)
     commit = commit_of(store, model)
     assert commit.kind == "model" and model.policy_version == 0
@@ -135,20 +134,18 @@ def test_changed_byte_is_found(source: Path, store: Store, tmp_path: Path) -> No
         verify_conversion(weights, directory, layout, stored)
 
 
-UP, DOWN = "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
         (lambda t: None, {"vocab_size": 64}, r"has shape \[61, 32\], config.json needs \[64, 32\]"),
-        (lambda t: None, {"intermediate_size": 40}, r"has shape \[32, 48\], config.json needs \[32, 40\]"),
-        (lambda t: t.update({UP: t[UP].float()}), {}, "one dtype"),
         (lambda t: t.update({DOWN: t[DOWN].float()}), {}, r"torch\.float32.*torch\.bfloat16"),
         (lambda t: None, {"tie_word_embeddings": True}, r"lm_head\.weight.*model\.embed_tokens\.weight"),
         (lambda t: None, {"architectures": ["FooForCausalLM"]}, "'FooForCausalLM'"),
     ],
-    ids=["vocabulary", "ffn", "dtypes", "layers", "tied", "architecture"],
+    ids=["vocabulary", "dtypes", "tied", "architecture"],
 )
 def test_bad_input_is_refused_in_one_line_and_leaves_no_commit(
     spoiled: Callable[..., Path],

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from converted import check_same_tensors, commit_of
-from transformers import AutoModelForCausalLM
 
 from penstock.flows import convert
 from penstock.flows.config import PostTrainConfig
@@ -44,7 +43,13 @@ def conversion_argv(words: list[str]) -> list[str]:
     return given
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The store of a run; tests write into directories of their own."""
+    return Store(str(tmp_path_factory.mktemp("run") / "store"))
+
+
+@pytest.fixture(scope="module")
 def checkpoint(store: Store, tiny_model: Path) -> Commit:
     """The checkpoint of a run after 20 rounds."""
     commit = commit_of(store, convert_hf(store, tiny_model))
@@ -116,7 +121,7 @@ def test_iteration_of_a_model_that_no_run_trained_is_refused(tiny_model: Path, t
 # ---- the run's own export --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def finished(store: Store, checkpoint: Commit, tiny_model: Path) -> Commit:
     """The export with which a run ended after 20 rounds."""
     config = parse_config(["--hf-checkpoint", str(tiny_model), "--store", store.root, "--run", "r"])
@@ -164,12 +169,7 @@ def test_export_of_a_finished_run_is_copied(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--export-dtype", "float16"],
-        ["--vocab-size", "64"],
-        ["--mtp", "keep"],
-        ["--format", "megatron"],
-    ],
+    [["--export-dtype", "float16"], ["--vocab-size", "64"], ["--format", "megatron"]],
     ids=lambda words: words[-1],
 )
 @pytest.mark.usefixtures("finished")
@@ -203,10 +203,13 @@ def test_directory_with_something_else_is_refused_before_a_copy(
 
 
 def test_damaged_export_is_not_copied(store: Store, finished: Commit, tmp_path: Path) -> None:
-    Path(store.path(finished.files[0].path)).write_bytes(b"x" * finished.files[0].bytes)
+    file = Path(store.path(finished.files[0].path))
+    content = file.read_bytes()
+    file.write_bytes(b"x" * len(content))
     with pytest.raises(StoreError, match=r"has hash .*, but was committed"):
         export.main(["r", "--output", str(tmp_path / "out"), "--store", store.root])
     assert not (tmp_path / "out").exists()
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
@@ -228,22 +231,20 @@ def test_killed_copy_resumes(
 
 
 def test_copy_of_an_export_is_complete_or_absent(
-    store: Store, checkpoint: Commit, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, finished: Commit, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export = export_hf(store, checkpoint, Origin(tiny_model), RunKeys("r").export_prefix(20))
     target = tmp_path / "hf_19"
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copyfile", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            copy_export(store, export, str(target))
+            copy_export(store, finished, str(target))
     assert not target.exists() and not is_published(str(target))
     for _ in range(2):
-        copy_export(store, export, str(target))
+        copy_export(store, finished, str(target))
     assert is_published(str(target)) and not list(tmp_path.glob(".hf_19*"))
-    AutoModelForCausalLM.from_pretrained(target)
     check_same_tensors(target, tiny_model)
     with pytest.raises(OptionError, match="exists and is not the result"):
-        copy_export(store, export.model_copy(update={"attempt": "other"}), str(target))
+        copy_export(store, finished.model_copy(update={"attempt": "other"}), str(target))
 
 
 def test_save_hf_needs_a_path_for_each_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_torch_dist import (
     ConversionOptions,
     convert_hf,
-    export_megatron,
     import_megatron_checkpoint,
 )
 from penstock.stages.convert.torch_dist_files import TorchDistWeights
@@ -42,15 +42,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 full = pytest.mark.full
-FAMILIES = [
-    "qwen3",
-    pytest.param("llama3", marks=full),
-    pytest.param("qwen3-moe", marks=full),
-    pytest.param("glm4.5", marks=full),
-    pytest.param("deepseek-v3", marks=full),
-    "moonlight",
+CASES = [  # family, names of the modules
+    ("qwen3", "local"),
+    ("moonlight", "te"),
+    pytest.param(("llama3", "te"), marks=full),
+    pytest.param(("qwen3-moe", "local"), marks=full),
+    pytest.param(("glm4.5", "te"), marks=full),
+    pytest.param(("deepseek-v3", "local"), marks=full),
 ]
-NAMES = ["local", "te"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +58,11 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family(tmp_path_factory.mktemp("hf") / request.param, request.param, num_hidden_layers=2)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A model of a family, and the names under which it is converted."""
+    family, names = request.param
+    return make_family(tmp_path_factory.mktemp("hf") / family, family, num_hidden_layers=2), names
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,14 @@ def check_weights(model: Any, source: Path, names: str) -> None:
             assert torch.equal(weight(model, shape, names, name), layout.to_megatron(name, weights.fetch)), name
 
 
-@pytest.mark.parametrize("names", NAMES)
 def test_plain_megatron_loads_our_checkpoint_and_we_load_its(
-    family: Path, names: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[Path, str], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    family, names = case
     convert_hf(store, family, options=ConversionOptions(save=str(tmp_path / "ours"), names=names))  # type: ignore[arg-type]
     model = loaded_model(family, tmp_path / "ours" / "release", names, monkeypatch)
     check_weights(model, family, names)
+    check_keys(model.sharded_state_dict(), tmp_path / "ours" / "release", names)
 
     theirs = tmp_path / "theirs" / "iter_0000007"
     theirs.mkdir(parents=True)
@@ -118,20 +120,16 @@ def test_plain_megatron_loads_our_checkpoint_and_we_load_its(
             assert torch.equal(own.fetch(name), layout.to_megatron(name, weights.fetch)), name
 
 
-@pytest.mark.parametrize("names", NAMES)
-def test_keys_equal_those_of_megatrons_layer_spec(
-    family: Path, names: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    convert_hf(store, family, options=ConversionOptions(save=str(tmp_path / "ours"), names=names))  # type: ignore[arg-type]
-    state = plain_model(read_shape(family), names, monkeypatch).sharded_state_dict()
+def check_keys(state: dict[str, Any], directory: Path, names: str) -> None:
+    """Check that a checkpoint has the keys that Megatron's layer specification asks for, and no others."""
     asked = {entry.unique_key if isinstance(entry, ShardedObject) else entry.key for entry in state.values()}
-    found = set(read_metadata(tmp_path / "ours" / "release").state_dict_metadata)
+    found = set(read_metadata(directory).state_dict_metadata)
     assert asked <= found
     # some versions of TransformerEngine keep a state of the attention; megatron-core 0.16.1 does not ask for it
     attention = re.compile(r"decoder\.layers\..*core_attention\._extra_state")
     assert [key for key in found - asked if not attention.match(key)] == []
     if names == "local":
-        dist_checkpointing.load(state, str(tmp_path / "ours" / "release"), strict="raise_all")
+        dist_checkpointing.load(state, str(directory), strict="raise_all")
 
 
 @full
@@ -172,19 +170,11 @@ def test_single_layers_of_a_dense_model_convert(
     check_same_tensors(tmp_path / "hf", tiny_model)
 
 
-def test_run_checkpoint_is_exported_for_megatron(
-    moe: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = commit_of(store, convert_hf(store, moe))
-    ref = export_megatron(store, commit, Origin(moe), str(tmp_path / "te"), "te")
-    assert export_megatron(store, commit, Origin(moe), str(tmp_path / "te"), "te") == ref and ref.format == "torch_dist"
-    assert not list(tmp_path.glob(".*"))
-    check_weights(loaded_model(moe, tmp_path / "te" / "release", "te", monkeypatch), moe, "te")
-
-
-def test_tracker_names_the_directory(tiny_model: Path, store: Store, tmp_path: Path) -> None:
-    convert_hf(store, tiny_model, options=ConversionOptions(save=str(tmp_path / "model")))
+def test_tracker_names_the_directory(tiny_model: Path, tmp_path: Path) -> None:
     release, tracker = tmp_path / "model" / "release", tmp_path / "model" / "latest_checkpointed_iteration.txt"
+    shutil.copytree(tiny_model, release / "hf_assets")
+    (release / ".metadata").touch()
+    tracker.write_text("release")
     assert megatron_directory(tmp_path / "model") == megatron_directory(release) == release
     assert config_directory(str(tmp_path / "model")) == release / "hf_assets"
     assert megatron_directory(tiny_model) is None and config_directory(str(tiny_model)) == tiny_model
@@ -216,10 +206,10 @@ def test_preflight_accepts_a_megatron_reference(tiny_model: Path, store: Store, 
 
 
 def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, store: Store, tmp_path: Path) -> None:
-    convert_hf(store, moe, options=ConversionOptions(save=str(tmp_path / "ours")))
+    convert_hf(store, tiny_model, options=ConversionOptions(save=str(tmp_path / "ours")))
     (tmp_path / "ours" / "release" / "hf_assets" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no tensor|has shape"):
-        import_megatron_checkpoint(store, str(tmp_path / "ours"), Origin(tiny_model))
+        import_megatron_checkpoint(store, str(tmp_path / "ours"), Origin(moe))
 
 
 # ---- the way in which convert_torch_dist_to_hf reads -----------------------------------------------------------------
@@ -250,62 +240,46 @@ def tensors_by_layer_and_expert(directory: Path) -> tuple[Any, dict[str, Tensor]
     return args, out
 
 
-SAME = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "input_layernorm.weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-}
-TOP = {
+HF_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
+    "decoder.layers": "model.layers",
+    "self_attention.linear_proj.": "self_attn.o_proj.",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "mlp.router.": "mlp.gate.",
+    "self_attention.q_layernorm.": "self_attn.q_norm.",
+    "self_attention.k_layernorm.": "self_attn.k_norm.",
+    "linear_fc2": "down_proj",
 }
 
 
 def under_hf_names(args: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    if name in TOP:
-        return {TOP[name]: tensor[: args.vocab_size] if "norm" not in name else tensor}
-    _, _, layer, rest = name.split(".", 3)
-    prefix = f"model.layers.{layer}."
-    if rest in SAME:
-        return {prefix + SAME[rest]: tensor}
-    if rest.endswith("q_layernorm.weight") or rest.endswith("k_layernorm.weight"):
-        return {f"{prefix}self_attn.{'q' if 'q_l' in rest else 'k'}_norm.weight": tensor}
-    if ".linear_fc1.weight" in rest:
-        gate, up = tensor.chunk(2)
-        return {
-            prefix + rest.replace("linear_fc1", "gate_proj"): gate,
-            prefix + rest.replace("linear_fc1", "up_proj"): up,
-        }
-    if ".linear_fc2.weight" in rest:
-        return {prefix + rest.replace("linear_fc2", "down_proj"): tensor}
-    kind = rest.rsplit(".", 1)[1]
-    queries = args.num_attention_heads // args.num_query_groups
-    groups = tensor.view(args.num_query_groups, queries + 2, args.kv_channels, *tensor.shape[1:])
-    split = dict(zip("qkv", groups.split([queries, 1, 1], dim=1)))
-    return {f"{prefix}self_attn.{part}_proj.{kind}": value.flatten(0, 2) for part, value in split.items()}
+    for megatron, hf in HF_NAMES.items():
+        name = name.replace(megatron, hf)
+    if "linear_fc1" in name:
+        return {name.replace("linear_fc1", f"{part}_proj"): half for part, half in zip(("gate", "up"), tensor.chunk(2))}
+    if "linear_qkv" in name:
+        queries = args.num_attention_heads // args.num_query_groups
+        groups = tensor.view(args.num_query_groups, queries + 2, args.kv_channels, *tensor.shape[1:])
+        split = zip("qkv", groups.split([queries, 1, 1], dim=1))
+        return {name.replace("self_attention.linear_qkv", f"self_attn.{x}_proj"): w.flatten(0, 2) for x, w in split}
+    return {name: tensor[: args.vocab_size] if name in ("model.embed_tokens.weight", "lm_head.weight") else tensor}
 
 
-def test_converter_that_reads_args_and_index_finds_every_tensor(family: Path, store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_converter_that_reads_args_and_index_finds_every_tensor(name: str, store: Store, tmp_path: Path) -> None:
+    family = make_family(tmp_path / "hf", name, num_hidden_layers=2)
     convert_hf(store, family, options=ConversionOptions(save=str(tmp_path / "ours"), names="te"))
     args, state = tensors_by_layer_and_expert(tmp_path / "ours" / "release")
     config = json.loads((family / "config.json").read_text())
     assert (args.hidden_size, args.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
-    assert args.q_lora_rank == config.get("q_lora_rank") and args.swiglu and args.ckpt_format == "torch_dist"
+    assert args.q_lora_rank is None and args.swiglu and args.ckpt_format == "torch_dist"
     found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        found |= under_hf_names(args, name, tensor)
+    for key, tensor in state.items():
+        found |= under_hf_names(args, key, tensor)
     with HFWeights(family) as weights:
         assert found.keys() == weights.info.keys()
         assert all(torch.equal(found[name], weights.fetch(name)) for name in found)

@@ -65,28 +65,22 @@ def check_refused(error: pytest.ExceptionInfo[ModelError], where: Path | str, ma
     assert not marker.exists()
 
 
-def test_payload_runs_in_an_unrestricted_load(marker: Path) -> None:
-    pickle.loads(pickle.dumps(Payload(marker)))
-    assert marker.exists()
-
-
 def test_metadata_with_a_payload_is_refused(checkpoint: Path, marker: Path, tiny_model: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists(), "the payload runs in an unrestricted load"
+    marker.unlink()
     found = pickle.loads((checkpoint / METADATA).read_bytes())
     found.planner_data = {"decoder": Payload(marker)}
-    for content in (found, Payload(marker)):
-        for protocol in (2, 4, 5):
-            (checkpoint / METADATA).write_bytes(pickle.dumps(content, protocol=protocol))
+    layout = checkpoint_layout(read_shape(tiny_model))
+    for content, protocol in ((found, 2), (found, 5), (Payload(marker), 4)):
+        (checkpoint / METADATA).write_bytes(pickle.dumps(content, protocol=protocol))
+        for read in (lambda: TorchDistWeights(checkpoint, layout), lambda: SafeReader(checkpoint)):
             with pytest.raises(ModelError) as error:
-                TorchDistWeights(checkpoint, checkpoint_layout(read_shape(tiny_model)))
-            check_refused(error, checkpoint / METADATA, marker)
-            with pytest.raises(ModelError) as error:
-                SafeReader(checkpoint)
+                read()
             check_refused(error, checkpoint / METADATA, marker)
 
 
-@pytest.mark.parametrize(
-    "name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.distributed.run", "collections.namedtuple"]
-)
+@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.distributed.run", "collections.namedtuple"])
 def test_unlisted_names_are_refused_before_import(checkpoint: Path, name: str) -> None:
     module, _, attribute = name.rpartition(".")
     (checkpoint / METADATA).write_bytes(f"c{module}\n{attribute}\n(tR.".encode())
@@ -102,7 +96,7 @@ def test_metadata_that_points_outside_its_directory_is_refused(checkpoint: Path)
         read_metadata(checkpoint)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"not a pickle", b"N."])
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"N."])
 def test_damaged_metadata_is_refused_in_one_line(checkpoint: Path, content: bytes) -> None:
     (checkpoint / METADATA).write_bytes(content)
     with pytest.raises(ModelError, match="metadata"):

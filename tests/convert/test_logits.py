@@ -34,14 +34,11 @@ def test_logits_are_compared_once_and_recorded(tmp_path: Path, monkeypatch: pyte
     assert convert_hf(store, source, check_logits=True) == ref
 
 
-@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_different_logits_are_refused_and_leave_no_model(
-    verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_different_logits_are_refused_and_leave_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, store = make_family(tmp_path / "hf", "qwen2"), Store(str(tmp_path / "store"))
     monkeypatch.setattr(logits, "TOLERANCE", 1e-12)
     with pytest.raises(ModelError, match="1e-12"):
-        convert_hf(store, source, verify=verify, check_logits=True)
+        convert_hf(store, source, check_logits=True)
     assert not [name for name in store.list("models") if name.endswith(".commit.json")]
 
 
@@ -49,14 +46,11 @@ def test_different_logits_are_refused_and_leave_no_model(
     ("name", "sizes"),
     [
         ("qwen3-moe", {"moe_intermediate_size": 23, "intermediate_size": 57, "vocab_size": 59}),
-        pytest.param("qwen3-moe", {"moe_intermediate_size": 3, "dtype": "bfloat16"}, marks=pytest.mark.full),
-        pytest.param("glm4.5", {"moe_intermediate_size": 7, "intermediate_size": 31}, marks=pytest.mark.full),
         pytest.param(
             "deepseek-v3",
             {"moe_intermediate_size": 13, "intermediate_size": 29, "v_head_dim": 11, "kv_lora_rank": 19},
             marks=pytest.mark.full,
         ),
-        pytest.param("qwen3", {"intermediate_size": 55, "hidden_size": 39}, marks=pytest.mark.full),
         pytest.param("glm4", {"intermediate_size": 53}, marks=pytest.mark.full),
     ],
 )
@@ -72,8 +66,6 @@ def test_odd_widths(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     [
         ("deepseek-v3", (0, 1, 3), 12),
         pytest.param("glm4.7-flash", (0, 1, 3), 3, marks=pytest.mark.full),
-        pytest.param("glm4.5", (0, 1, 3), 3, marks=pytest.mark.full),
-        pytest.param("qwen3-moe", (0, 3), 3, marks=pytest.mark.full),
         pytest.param("llama3.2", (0, 3), None, marks=pytest.mark.full),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,24 +42,27 @@ def test_prepared_rows_have_instruction_and_plain_number(layout: str, tmp_path: 
     assert rows[1]["prompt"] == "It was 3 degrees and fell by 8.\n\n" + script["INSTRUCTION"]
 
 
-def test_answer_without_a_number_is_an_error() -> None:
-    with pytest.raises(ValueError, match="####"):
-        script["prompt_of"]({"question": "?", "answer": "no number"})
-
-
-def test_command_prints_the_files_and_their_sizes(tmp_path: Path) -> None:
+def test_command_prints_the_files_and_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    command = [sys.executable, str(ROOT / "examples/gsm8k/prepare.py"), str(tmp_path), str(tmp_path / "data")]
-    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert written == "".join(f"{tmp_path}/data/{split}.jsonl: 2 problems\n" for split in ("train", "test"))
-    usage = subprocess.run(command[:-1], capture_output=True, text=True, check=False)
-    assert usage.returncode == 1 and "usage: python examples/gsm8k/prepare.py" in usage.stderr
+    file = str(ROOT / "examples/gsm8k/prepare.py")
+    monkeypatch.setattr(sys, "argv", [file, str(tmp_path), str(tmp_path / "data")])
+    runpy.run_path(file, run_name="__main__")
+    assert capsys.readouterr().out == "".join(
+        f"{tmp_path}/data/{split}.jsonl: 2 problems\n" for split in ("train", "test")
+    )
+    monkeypatch.setattr(sys, "argv", [file, str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"usage: python examples/gsm8k/prepare\.py"):
+        runpy.run_path(file, run_name="__main__")
 
 
-def test_missing_split_names_the_file(tmp_path: Path) -> None:
+def test_missing_split_and_answer_without_a_number_are_errors(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="train"):
         script["prepare"](tmp_path, tmp_path / "data")
+    with pytest.raises(ValueError, match="####"):
+        script["prompt_of"]({"question": "?", "answer": "no number"})
 
 
 @pytest.mark.parametrize("model", ["0.6B", "4B"])

@@ -46,7 +46,7 @@ def test_picture_of_the_repository_is_that_of_its_results(tmp_path: Path, monkey
     assert (tmp_path / "curve.svg").read_text() == (ROOT / "docs/images/smollm2-curve.svg").read_text()
 
 
-@pytest.mark.parametrize("number", [1, 2, 9, 30])
+@pytest.mark.parametrize("number", [1, 30])
 def test_every_run_has_a_curve_in_every_panel(number: int, tmp_path: Path) -> None:
     runs = {f"method{i}": run([0.1, 0.2 + i / 100], "sums", "sorting") for i in range(number)}
     picture = drawn(runs, tmp_path / "a.svg")
@@ -80,22 +80,15 @@ def test_runs_may_lack_tasks_and_have_other_lengths_and_blocks(tmp_path: Path) -
         "blocks of 5": run([0.1, 0.2], "sorting", size=5),
         "<script>": run([0.1], "sums"),
     }
+    nothing = {"accuracy": 0.0, "interval": [0.0, 0.0]}
+    runs["short"]["held out"]["sums"] = {"0": nothing, "10": nothing}  # no right answer
     picture = drawn(runs, tmp_path / "a.svg")
     points = [line["points"].split() for line in curves(picture)]
     assert [len(path) for path in points] == [3, 1, 2, 1, *[2] * 6]
     assert all(re.fullmatch(r"[\d.]+,[\d.]+", point) for path in points for point in path)
 
 
-def test_task_without_right_answers_is_drawn(tmp_path: Path) -> None:
-    lazy = run([0.0, 0.0], "sums")
-    nothing = {"accuracy": 0.0, "interval": [0.0, 0.0]}
-    lazy["held out"]["sums"] = {"0": nothing, "20": nothing}
-    assert len(curves(drawn({"lazy": lazy}, tmp_path / "a.svg"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("limit", "count", "step"), [(1, 4, 0.5), (0.61, 4, 0.2), (100, 7, 20), (1e-3, 4, 5e-4), (3000, 3, 1000)]
-)
+@pytest.mark.parametrize(("limit", "count", "step"), [(1, 4, 0.5), (0.61, 4, 0.2), (1e-3, 4, 5e-4), (3000, 3, 1000)])
 def test_ticks_divide_an_axis_into_round_parts(limit: float, count: int, step: float) -> None:
     assert tick_step(limit, count) == pytest.approx(step)
     ticks = list(multiples(step, limit))

@@ -168,6 +168,9 @@ ROW = {
 }
 
 
+FULL = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def stocked_workplace(workplace: Path, tiny_model: Path) -> Path:
     """The workplace with models, and with the functions that pages print."""
@@ -200,10 +203,7 @@ def stocked_workplace(workplace: Path, tiny_model: Path) -> Path:
     ("place", "words"),
     [
         pytest.param(
-            place,
-            words,
-            marks=[] if "--help" in place or "docs/start.md" in place else pytest.mark.full,
-            id=f"{place} {n}",
+            place, words, marks=[] if "--help" in place or "docs/start.md" in place else FULL, id=f"{place} {n}"
         )
         for n, (place, words) in enumerate(PRINTED)
     ],
@@ -212,14 +212,15 @@ def test_printed_command_starts_as_printed(
     place: str,
     words: list[str],
     stocked_workplace: Path,
-    s3_options: dict[str, str],
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(stocked_workplace)
-    aws = {"ENDPOINT_URL": s3_options["endpoint_url"], "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test"}
-    for name, value in aws.items():  # for --store s3://bucket without --store-options
-        monkeypatch.setenv(f"AWS_{name}", value)
+    if "s3://" in str(words):  # for --store s3://bucket without --store-options
+        monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_options")["endpoint_url"])
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("STORE_KEY", "0a1b2c3d-key")
     monkeypatch.setenv("STORE_SECRET", "0a1b2c3d-hidden")
@@ -297,10 +298,7 @@ def test_reward_of_the_page_grades(page: str, label: str, answers: dict[str, flo
     assert {text: grade(None, SimpleNamespace(response=text, label=label)) for text in answers} == answers
 
 
-@pytest.mark.parametrize(
-    "replies, results", [(["<call>12+30.5</call>", "42.5"], ["<result>42.5</result>"]), (["42"], [])]
-)
-def test_generate_function_of_the_page_on_tools_calls_its_tool(replies: list[str], results: list[str]) -> None:
+def test_generate_function_of_the_page_on_tools_calls_its_tool() -> None:
     generate = module_of("generation.md", "calculator.py")["generate"]
     appended: list[str] = []
 
@@ -313,8 +311,9 @@ def test_generate_function_of_the_page_on_tools_calls_its_tool(replies: list[str
             appended.append(text)
             return True
 
+    replies = ["<call>12+30.5</call>", "42.5"]
     asyncio.run(generate(SimpleNamespace(max_turns=4), object(), {}, Engine()))
-    assert (appended, replies) == (results, [])
+    assert (appended, replies) == (["<result>42.5</result>"], [])
 
 
 def test_adapters_of_the_migration_pages_call_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,21 +337,18 @@ def test_adapters_of_the_migration_pages_call_the_rewards(monkeypatch: pytest.Mo
     assert module_of("coming-from.md", "trl_adapter.py")["grade"](None, sample) == 6.0
 
 
-def test_conversion_of_trl_data_sets(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", "level": 1}]
-    module_of("coming-from.md", "trl_to_jsonl.py")["write_rows"](rows, str(tmp_path / "train.jsonl"), "solution")
-    [row] = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert row == {"prompt": rows[0]["prompt"], "label": "4", "metadata": {"solution": "4", "level": 1}}
-
-
-def test_conversion_of_verl_files(
+def test_conversions_of_trl_and_verl_data_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = [{"role": "user", "content": "2+2?"}]
+    rows = [{"prompt": prompt, "solution": "4", "level": 1}]
+    module_of("coming-from.md", "trl_to_jsonl.py")["write_rows"](rows, str(tmp_path / "train.jsonl"), "solution")
+    [written] = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert written == {"prompt": prompt, "label": "4", "metadata": {"solution": "4", "level": 1}}
+
     row = {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": 4}, "extra_info": {"index": 7}}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
     monkeypatch.setattr(sys, "argv", ["verl_to_jsonl.py", str(tmp_path / "train.parquet")])
     module_of("coming-from.md", "verl_to_jsonl.py")
-    written = json.loads(capsys.readouterr().out)
     metadata = {"data_source": "sums", "ground_truth": 4, "extra_info": {"index": 7}}
-    assert written == {"prompt": prompt, "label": 4, "metadata": metadata}
+    assert json.loads(capsys.readouterr().out) == {"prompt": prompt, "label": 4, "metadata": metadata}

@@ -98,7 +98,6 @@ class TestSearch:
         [
             ("Rome", "<answer>paris</answer> <answer> The rome. </answer>", 1.0),
             ("Rome", "<answer>rome</answer><answer>paris</answer>", 0.0),
-            ("Rome", "rome", 0.0),
             ('["NYC", "New York"]', "<answer>new york</answer>", 1.0),
             (
                 '{"ground_truth": {"target": ["1,000", "a thousand"]}, "style": "rule"}',
@@ -106,7 +105,6 @@ class TestSearch:
                 1.0,
             ),
             ('{"ground_truth": {"target": "1969"}}', "<answer>1969</answer>", 1.0),
-            ("12", "<answer>12</answer>", 1.0),
             ("12", "<answer>2</answer>", 0.0),
         ],
     )
@@ -161,7 +159,6 @@ class TestCustomer:
         [
             (("refund", "b2"), [("refund", '{"order": "b2"}')], 1.0),
             (("refund", "b2"), [("refund", '{"order": "d4"}')], 0.0),  # another order
-            (("refund", "b2"), [("cancel", '{"order": "b2"}')], 0.0),
             (("refund", "b2"), ["no"], 0.0),
             (("refund", "c3"), ["no, it is on its way"], 1.0),  # the policy forbids it
             (("refund", "c3"), [("refund", '{"order": "c3"}')], 0.0),
@@ -175,8 +172,11 @@ class TestCustomer:
         assert self.talk({"tool": wish[0], "order": wish[1]}, replies)[0] == reward
 
 
-def test_geometry_labels_equal_the_formulas() -> None:
-    rows = module("geometry/data.py", "make_problems")["make_problems"]()
+def test_geometry_labels_equal_the_formulas_and_problems_are_trained_or_held_out() -> None:
+    functions = module("geometry/data.py", "make_problems")
+    rows = functions["make_problems"]()
+    train, heldout = ([row["prompt"] for row in part] for part in functions["split_problems"](random.Random(0)))
+    assert len(train) == 300 and len(heldout) == 42 and not set(train) & set(heldout)
     formulas = {
         "rectangle area": lambda a, b: a * b,
         "rectangle perimeter": lambda a, b: 2 * (a + b),
@@ -208,12 +208,6 @@ def test_distillation_reward_observes_only() -> None:
     assert graded == [{"reward": 0.0, "right": 1.0}, {"reward": 0.0, "right": 0.0}]
 
 
-def test_geometry_problems_are_either_trained_or_held_out() -> None:
-    split = module("geometry/data.py", "make_problems")["split_problems"]
-    train, heldout = ([row["prompt"] for row in rows] for rows in split(random.Random(0)))
-    assert len(train) == 300 and len(heldout) == 42 and not set(train) & set(heldout)
-
-
 class TestGeometry3K:
     """The preparation of the data, and the turns of the environment."""
 
@@ -241,13 +235,12 @@ class TestGeometry3K:
     @pytest.mark.parametrize(
         ("replies", "evaluation", "said"),
         [
-            (["\\boxed{2\\sqrt{221}}"], False, []),
             (["\\boxed{3}", "\\boxed{2\\sqrt{221}}"], False, ["WRONG"]),
             (
                 ["it is 3", "\\boxed{3}", "\\boxed{4}"],
                 False,
                 ["WITHOUT_ANSWER", "WRONG"],
-            ),  # the last turn has no answer
+            ),  # the last turn is not answered
             (["\\boxed{3}"], True, []),
             ([], False, []),  # the length limit was reached
         ],
@@ -263,12 +256,11 @@ class TestGeometry3K:
         assert conversation.heard == [("user", self.functions[name]) for name in said] and not conversation.replies
         assert all("\\boxed" not in self.functions[name] for name in ("WRONG", "WITHOUT_ANSWER"))
 
-    @pytest.mark.parametrize("recipes", [["run"], ["run", "multi_turn"]])
-    def test_recipe_of_the_3b_model_fits_one_gpu(
-        self, recipes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_recipes_of_the_3b_model_fit_one_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "config.json").write_text(json.dumps(qwen2_5(36, 2048, 11008, 16, 2, True)))
-        files = [word for name in recipes for word in ("--config", str(EXAMPLES / f"geometry3k/{name}.toml"))]
+        files = [
+            word for name in ("run", "multi_turn") for word in ("--config", str(EXAMPLES / f"geometry3k/{name}.toml"))
+        ]
         words = [*files, "--hf-checkpoint", str(tmp_path)]
         assert main(["train", *words, "--run", "r", "--prompt-data", "/nowhere.parquet", "--dry-run"]) == 0
         assert "optimizer steps" in capsys.readouterr().out

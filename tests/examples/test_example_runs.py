@@ -128,8 +128,8 @@ def test_example_learns(
 @pytest.mark.parametrize("name", ["retool", "customer"])
 def test_example_trains_on_the_models_tokens_only(run: Run, name: str) -> None:
     """What a random tiny model learns here within minutes is not claimed."""
-    store, _ = run(name, rounds=4)
-    assert len(curve(store, name)) == 4
+    store, _ = run(name, rounds=2)
+    assert len(curve(store, name)) == 2
     samples = samples_of(store, name, 0)
     assert any(0 in sample.loss_mask[sample.loss_mask.index(1) :] for sample in samples if 1 in sample.loss_mask)
     for sample in samples:
@@ -157,14 +157,14 @@ def test_agent_of_strands_is_trained(
     (packages / "penstock.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (own / "sglang-site").symlink_to(sglang_site())  # torchvision for the engine
     monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
-    store, _ = run("strands_agent", rounds=4)
+    store, _ = run("strands_agent", rounds=2)
     samples = samples_of(store, "strands", 0)
     assert sum("<|system|>" in sample.response for sample in samples) > 3, (
         "the agent runs the tool"
     )  # of a random model
     for sample in samples:
         assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
-    assert len(curve(store, "strands")) == 4
+    assert len(curve(store, "strands")) == 2
 
 
 def test_geometry_removes_the_mistake(run: Run) -> None:

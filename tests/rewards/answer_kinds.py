@@ -1,4 +1,4 @@
-"""Generators of answers, each with spellings of one value and of other values: numbers, quantities, text.
+"""Generators of answers, each with spellings of one value and of other values: numbers, units, expressions.
 
 They do not use the grader.
 """
@@ -49,17 +49,6 @@ def thousands(draw: Random) -> Spellings:
     return same, [f"{n + 1000:,}", f"{n + 1}", f"{n * 10:,}", text.replace(",", ".", 1), f"{n // 10}"]
 
 
-def decimal(draw: Random) -> Spellings:
-    value = Fraction(nonzero(draw, -4000, 4000), draw.choice([2, 4, 5, 8, 20, 25, 40]))
-    value = value if value.denominator > 1 else value + Fraction(1, 2)
-    text = f"{float(value)!r}"
-    a, b = value.numerator, value.denominator
-    same = [text, f"{text}0", f"{text}00", f"${text}$", frac(a, b), f"{a}/{b}", rf"\text{{{text}}}"]
-    if abs(value) < 1:
-        same.append(text.replace("0.", ".", 1))
-    return same, [f"{text}1", f"{float(value * 10)!r}", f"{float(value + 1)!r}", f"{float(-value)!r}", frac(a + b, b)]
-
-
 def fraction(draw: Random) -> Spellings:
     a, b = coprime(draw)
     k = draw.randint(2, 5)
@@ -72,13 +61,6 @@ def fraction(draw: Random) -> Spellings:
     return same, [frac(b, a), frac(a + 1, b), frac(-a, b), f"{a}/{b + 1}", f"{a / b:.3f}1", frac(a, 10 * b)]
 
 
-def negative_fraction(draw: Random) -> Spellings:
-    a, b = coprime(draw)
-    same = [rf"-\frac{{{a}}}{{{b}}}", frac(-a, b), frac(a, -b), f"-{a}/{b}", f"({-a})/{b}", rf"-\dfrac{{{a}}}{{{b}}}",
-        f"−{a}/{b}", rf"- \frac{{{a}}}{{{b}}}"]
-    return same, [frac(a, b), frac(-b, a), frac(-a - 1, b), f"{-a}", frac(-a, -b)]
-
-
 def mixed_number(draw: Random) -> Spellings:
     w = draw.randint(1, 9)
     a, b = coprime(draw, 9)
@@ -87,16 +69,6 @@ def mixed_number(draw: Random) -> Spellings:
         frac(w * b + a, b), rf"{w}\tfrac{a}{b}", rf"{w}+\frac{{{a}}}{{{b}}}", f"{w * b + a}/{b}"]
     return same, [frac(w * b + a + 1, b), rf"{w + 1}\frac{{{a}}}{{{b}}}", rf"-{w}\frac{{{a}}}{{{b}}}", f"{w}{a}/{b}",
         f"{w}"]
-
-
-def repeating(draw: Random) -> Spellings:
-    digits = draw.choice(["3", "6", "7", "27", "18", "142857", "09"])
-    whole = draw.randint(0, 3)
-    value = whole + Fraction(int(digits), 10 ** len(digits) - 1)
-    same = [rf"{whole}.\overline{{{digits}}}", rf"{whole}.\bar{{{digits}}}", frac(value.numerator, value.denominator),
-        f"{value}"]
-    return same, [f"{whole}.{digits}", f"{whole}.{digits * 2}", rf"{whole + 1}.\overline{{{digits}}}",
-        frac(value.numerator + 1, value.denominator)]
 
 
 def scientific(draw: Random) -> Spellings:
@@ -110,22 +82,6 @@ def scientific(draw: Random) -> Spellings:
         rf"{t}\times 11^{n}"]
 
 
-def power(draw: Random) -> Spellings:
-    b, n = draw.randint(2, 9), draw.randint(2, 12)
-    same = [f"{b}^{n}", f"{b}^{{{n}}}", f"{b**n}", f"{b}**{n}", rf"{b}^{{{n - 1}}}\cdot {b}",
-        rf"{b}\times {b}^{{{n - 1}}}", f"({b})^{n}"]
-    others = [f"{b}^{{{n + 1}}}", f"{b**n + 1}", f"{b}^{{-{n}}}", f"{b * n}" if b * n != b**n else f"{b * n + 1}",
-        f"{b + 1}^{n}"]
-    return same, others
-
-
-def negative_power(draw: Random) -> Spellings:
-    b, n = draw.randint(2, 10), draw.randint(1, 5)
-    same = [f"{b}^{{-{n}}}", frac(1, b**n), rf"\frac{{1}}{{{b}^{{{n}}}}}", rf"\frac{{1}}{{{b}^{n}}}", f"1/{b}^{n}",
-        f"1/{b**n}"]
-    return same, [f"{b}^{n}", f"-{b}^{n}", frac(1, b**n + 1), frac(1, b ** (n + 1))]
-
-
 def root(draw: Random) -> Spellings:
     a, b = draw.randint(2, 9), draw.choice([2, 3, 5, 6, 7])
     same = [rf"{a}\sqrt{{{b}}}", rf"{a}\sqrt{b}", rf"{a} \sqrt{{{b}}}", rf"\sqrt{{{a * a * b}}}",
@@ -135,64 +91,6 @@ def root(draw: Random) -> Spellings:
         rf"\sqrt{{{a}^2\cdot {b}}}", f"{a}√{b}"]
     return same, [rf"{a + 1}\sqrt{{{b}}}", rf"{a}\sqrt{{{b + 1}}}", rf"\sqrt{{{a * b}}}", f"{a * b}",
         rf"-{a}\sqrt{{{b}}}", f"{a * b**0.5:.3f}", rf"{a}+\sqrt{{{b}}}"]
-
-
-def cube_root(draw: Random) -> Spellings:
-    a, n = draw.randint(2, 30), draw.choice([3, 4, 5])
-    same = [
-        rf"\sqrt[{n}]{{{a}}}",
-        rf"\sqrt[ {n} ]{{{a}}}",
-        f"{a}^{{1/{n}}}",
-        rf"{a}^{{\frac{{1}}{{{n}}}}}",
-        rf"{a}^{{\frac1{n}}}",
-        f"{a}^(1/{n})",
-    ]
-    return same, [rf"\sqrt{{{a}}}", rf"\sqrt[{n + 1}]{{{a}}}", frac(a, n), rf"\sqrt[{n}]{{{a + 1}}}"]
-
-
-def base_n(draw: Random) -> Spellings:
-    b = draw.randint(3, 9)
-    digits = str(draw.randint(1, b - 1)) + "".join(str(draw.randint(0, b - 1)) for _ in range(draw.randint(2, 5)))
-    other = digits[:-1] + str((int(digits[-1]) + 1) % b)
-    same = [f"{digits}_{b}", f"{digits}_{{{b}}}", f"({digits})_{b}", f"({digits})_{{{b}}}",
-        rf"{digits}_{{\text{{{b}}}}}", f"{digits} _ {b}", f"${digits}_{{{b}}}$", rf"{{{digits}}}_{{{b}}}"]
-    return same, [f"{digits}_{b + 1}", f"{other}_{b}", f"{digits}0_{{{b}}}", f"{digits}{b}", f"{other}_{{{b}}}"]
-
-
-def hexadecimal(draw: Random) -> Spellings:
-    digits = f"{draw.randint(0xA0, 0xFFFF):X}"
-    if digits.isdigit():
-        digits = f"A{digits}"
-    same = [f"{digits}_{{16}}", rf"\text{{{digits}}}_{{16}}", rf"\mathrm{{{digits}}}_{{16}}", f"({digits})_{{16}}"]
-    return same, [f"{digits}_{{17}}", f"{digits}1_{{16}}", f"B{digits}_{{16}}"]
-
-
-def percent(draw: Random) -> Spellings:
-    n = draw.choice([5, 12, 15, 20, 25, 30, 40, 60, 75, 80, 120])
-    value = Fraction(n, 100)
-    same = [
-        rf"{n}\%",
-        f"{n}%",
-        rf"{n} \%",
-        f"{n} percent",
-        rf"{n}\text{{ percent}}",
-        rf"{n}\text{{\%}}",
-        rf"${n}\%$",
-        rf"{n}.0\%",
-        rf"{n}\,\%",
-    ]
-    others = [rf"{n + 1}\%", rf"{n}0\%", rf"0.{n:02d}\%", rf"-{n}\%", frac(value.numerator + 1, value.denominator),
-        f"{n / 1000}"]
-    return same, others
-
-
-def percent_as_number(draw: Random) -> Spellings:
-    """Return a percentage and the same value as a plain number."""
-    n = draw.choice([5, 12, 15, 20, 25, 30, 40, 60, 75, 80])
-    value = Fraction(n, 100)
-    with_sign = [rf"{n}\%", f"{n}%", rf"{n}\text{{ percent}}"]
-    plain = draw.choice([f"{float(value)}", frac(value.numerator, value.denominator)])
-    return [draw.choice(with_sign), plain], [rf"{n + 5}\%", f"{n + 1}", f"{float(value) / 10}"]
 
 
 # ---- quantities ------------------------------------------------------------------------------------------------------
@@ -213,150 +111,96 @@ def unit(draw: Random) -> Spellings:
     return same, [rf"{n}1\text{{ {short}}}", f"1{n}", rf"-{n}\text{{ {short}}}", rf"\frac{{{n}}}{{7}}\text{{ {short}}}"]
 
 
-def unit_pair(draw: Random) -> Spellings:
-    """Return answers that all have a unit."""
-    n, (short, long) = draw.randint(1, 99), draw.choice(UNITS)
-    other = draw.choice([name for name, _ in UNITS if name != short])
-    same = [
-        rf"{n}\text{{ {short}}}",
-        f"{n} {long}",
-        rf"{n}\,\mathrm{{{short}}}",
-        rf"{n}\text{{ {long}}}",
-        rf"{n} \text{{{short}}}",
-    ]
-    return same, [rf"{n}\text{{ {other}}}", rf"{n}\,\mathrm{{{other}}}", rf"{n}\text{{ {short}}}^2",
-        rf"{n + 1}\text{{ {short}}}"]
+# ---- expressions -----------------------------------------------------------------------------------------------------
 
 
-def square_unit(draw: Random) -> Spellings:
-    n, short, p = draw.randint(4, 99), draw.choice(["cm", "m", "km", "mm", "ft", "in"]), draw.choice([2, 3])
-    word = "square" if p == 2 else "cubic"
-    same = [
-        rf"{n}\text{{ {short}}}^{p}", rf"{n}\text{{ {short}}}^{{{p}}}", rf"{n}\,\text{{{short}}}^{p}",
-        rf"{n} \mathrm{{~{short}}}^{{{p}}}", rf"{n}\,\mathrm{{{short}}}^{p}",
-        f"{n}", rf"{n}\text{{ {short}$^{p}$}}", rf"{n}\ \text{{{short}}}^{p}", rf"{n}\text{{ {word} {short}}}",
-    ]
-    return same, [
-        f"{n**p}",
-        rf"{n + 1}\text{{ {short}}}^{p}",
-        f"{n**p}\\text{{ {short}}}",
-        f"{n}^{p}",
-        rf"{n * 10}\,\mathrm{{{short}}}^{p}",
-    ]
+def linear(draw: Random) -> Spellings:
+    a, b, v = draw.randint(2, 12), nonzero(draw, -12, 12), draw.choice("xynt")
+    same = [f"{a}{v}{sign(b)}", f"{a}{v} {sign(b)}", rf"{a}\cdot {v} {sign(b)}", f"{a}*{v} {sign(b)}", f"{b}+{a}{v}",
+        rf"{a} \times {v} {sign(b)}", rf"\left({a}{v} {sign(b)}\right)", f"{a} {v} {sign(b)}", rf"{a}\,{v} {sign(b)}"]
+    other = "z" if v != "z" else "x"
+    return same, [f"{a}{v} {sign(-b)}", f"{a + 1}{v} {sign(b)}", f"{a}{other} {sign(b)}", f"{a}{v}^2 {sign(b)}",
+        f"{a}({v} {sign(b)})"]
 
 
-def rate(draw: Random) -> Spellings:
-    n = draw.randint(2, 120)
-    a, b = draw.choice([("m", "s"), ("km", "h"), ("g", "mL"), ("mi", "h")])
-    same = [
-        rf"{n}\text{{ {a}/{b}}}",
-        rf"{n}\,\text{{{a}/{b}}}",
-        rf"{n}\,\mathrm{{{a}/{b}}}",
-        rf"{n} \mathrm{{~{a} / {b}}}",
-        f"{n} {a}/{b}" if len(a) > 1 else f"{n}",
-        f"{n}",
-    ]
-    return same, [rf"{n + 1}\text{{ {a}/{b}}}", rf"{n}0\,\mathrm{{{a}/{b}}}", rf"-{n}\text{{ {a}/{b}}}"]
+def quadratic(draw: Random) -> Spellings:
+    p, q = nonzero(draw, -9, 9), nonzero(draw, -9, 9)
+    s, m = p + q, p * q
+    middle = "" if s == 0 else f"{sign(s)}x"
+    same = [f"x^2{middle}{sign(m)}", f"x^{{2}} {middle} {sign(m)}", f"(x{sign(p)})(x{sign(q)})",
+        rf"(x {sign(q)}) \cdot (x {sign(p)})", rf"\left(x{sign(p)}\right)\left(x{sign(q)}\right)", f"{m}{middle}+x^2",
+        f"x*x {middle} {sign(m)}"]
+    return same, [f"x^2{middle}{sign(m + 1)}", f"x^2{sign(s + 1)}x{sign(m)}", f"x^3{middle}{sign(m)}",
+        f"y^2{middle.replace('x', 'y')}{sign(m)}", f"-(x{sign(p)})(x{sign(q)})"]
 
 
-def counted(draw: Random) -> Spellings:
-    n, noun = (draw.randint(2, 500),
-        draw.choice(["apples", "students", "ways", "hours", "minutes", "points", "triangles", "edges", "miles", "years",
-        "square units",
-        "units"] ))
-    same = [
-        f"{n}",
-        f"{n} {noun}",
-        rf"{n}\text{{ {noun}}}",
-        rf"{n} \text{{ {noun}}}",
-        rf"{n}\,\text{{{noun}}}",
-        rf"{n}\ \text{{{noun}}}",
-        rf"\text{{{n} {noun}}}",
-        rf"{n}~\text{{{noun}}}",
-    ]
-    return same, [f"{n + 1} {noun}", rf"{n}0\text{{ {noun}}}", f"{n - 1}", rf"-{n}\text{{ {noun}}}"]
+def sequence(draw: Random) -> Spellings:
+    c = draw.randint(2, 9)
+    same = [f"a_n={c}^n", f"a_{{n}} = {c}^{{n}}", f"{c}^n", f"a_n = {c}^{{n}}", rf"{c}\cdot {c}^{{n-1}}"]
+    return same, [f"a_n={c + 1}^n", f"{c}n", f"{c}^{{n+1}}", f"n^{c}"]
 
 
-def degrees(draw: Random) -> Spellings:
-    n = draw.randint(1, 359)
-    same = [
-        rf"{n}^\circ",
-        rf"{n}^{{\circ}}",
-        f"{n}°",
-        rf"{n}\degree",
-        f"{n} degrees",
-        rf"{n}\text{{ degrees}}",
-        f"{n}",
-        rf"{n} ^ \circ",
-        rf"{n}^{{\,\circ}}",
-        rf"{n}\,^\circ",
-    ]
-    return same, [rf"{n + 1}^\circ", rf"-{n}^\circ", rf"{n}0^{{\circ}}", f"{n - 1} degrees", f"{n + 180}°"]
+def polar(draw: Random) -> Spellings:
+    n = draw.choice([3, 4, 5, 6, 7])
+    same = [rf"e^{{i\pi/{n}}}", rf"e^{{\frac{{i\pi}}{{{n}}}}}", rf"e^{{\pi i/{n}}}", rf"e^{{\frac{{\pi}}{{{n}}}i}}",
+        rf"\cos\frac{{\pi}}{{{n}}}+i\sin\frac{{\pi}}{{{n}}}", rf"\exp\left(\frac{{i\pi}}{{{n}}}\right)",
+        rf"\cos(\pi/{n})+i\sin(\pi/{n})"]
+    return same, [rf"e^{{-i\pi/{n}}}", rf"e^{{\pi/{n}}}", rf"e^{{i\pi/{n + 1}}}",
+        rf"\cos\frac{{\pi}}{{{n}}}-i\sin\frac{{\pi}}{{{n}}}"]
 
 
-def currency(draw: Random) -> Spellings:
-    n, c = draw.randint(1, 2999), draw.choice([50, 25, 10, 75])
-    text = f"{n}.{c}"
-    same = [
-        rf"\${text}",
-        f"${text}",
-        text,
-        f"{text} dollars",
-        rf"\text{{\${text}}}",
-        rf"\$ {text}",
-        rf"\$\,{text}",
-        rf"{text}\text{{ dollars}}",
-        text.rstrip("0"),
-        rf"\${n:,}.{c}",
-    ]
-    return same, [rf"\${n + 1}.{c}", rf"\${n}.{c + 1}", rf"\${n}", f"{n}{c}", rf"-\${text}"]
+def exponential(draw: Random) -> Spellings:
+    k = draw.randint(2, 9)
+    same = [f"e^{{{k}x}}", rf"e^{{{k} x}}", rf"\exp({k}x)", f"(e^x)^{k}", rf"e^x\cdot e^{{{k - 1}x}}",
+        rf"\mathrm{{e}}^{{{k}x}}", f"e^({k}x)"]
+    return same, [f"e^{{{k + 1}x}}", f"e^{{-{k}x}}", f"{k}e^x", f"e^{k}x", f"e^x+{k}"]
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-WORDS = (
-    "East", "West", "Tuesday", "Friday", "even", "odd", "Alice", "Bob", "ellipse", "hyperbola", "parabola", "isosceles",
-    "infinitely many", "no solution", "increasing", "decreasing",
-    "blue", "green", "March", "yes", "no", "true", "false", "rectangle", "point of inflection",
-)
-
-
-def text(draw: Random) -> Spellings:
-    word = draw.choice(WORDS)
-    others = [other for other in WORDS if other != word]
-    joined = word.replace(" ", r"\ ")
-    same = [
-        word,
-        rf"\text{{{word}}}",
-        rf"\textbf{{{word}}}",
-        rf"\mathrm{{{joined}}}",
-        word.lower(),
-        rf"\text{{ {word} }}",
-        f"{word}.",
-        rf"\mbox{{{word}}}",
-        rf"\text{{{word}.}}",
-        rf"\textit{{{word}}}",
-    ]
-    scrambled = word[::-1] if word[::-1].lower() != word.lower() else f"{word}s"
-    return same, [draw.choice(others), rf"\text{{{draw.choice(others)}}}", f"not {word}", scrambled]
+def trigonometry(draw: Random) -> Spellings:
+    v = draw.choice([r"x", r"\theta", "t"])
+    return draw.choice([([rf"\sin^2 {v}", rf"\sin^{{2}}({v})", rf"(\sin {v})^2", rf"1-\cos^2 {v}", rf"\sin^2{{{v}}}",
+        rf"\left(\sin {v}\right)^{{2}}"], [rf"\cos^2 {v}",
+        rf"\sin {v}", rf"\sin {v}^2", rf"2\sin {v}"]),
+        ([rf"\tan {v}", rf"\tan({v})", rf"\frac{{\sin {v}}}{{\cos {v}}}", rf"\tan{{{v}}}",
+        rf"\tan\left({v}\right)"], [rf"\cot {v}", rf"-\tan {v}", rf"\frac{{\cos {v}}}{{\sin {v}}}", rf"\tan 2{v}"]),
+        ([rf"\sin 2{v}", rf"\sin(2{v})", rf"2\sin {v}\cos {v}",
+        rf"2 \sin({v}) \cos({v})", rf"2\cos {v} \sin {v}"], [rf"2\sin {v}", rf"\sin {v}", rf"\cos 2{v}",
+        rf"\sin {v}\cos {v}"]), ([rf"\cos 2{v}", rf"\cos(2{v})",
+        rf"2\cos^2 {v}-1", rf"1 - 2\sin^2 {v}", rf"\cos^2 {v} - \sin^2 {v}"], [rf"\sin 2{v}", rf"2\cos {v}",
+        rf"\cos^2 {v}", rf"1-2\cos^2 {v}"])] )
 
 
-def choice(draw: Random) -> Spellings:
-    letter = draw.choice("ABCDE")
-    other = draw.choice([name for name in "ABCDE" if name != letter])
-    same = [letter, f"({letter})", rf"\text{{{letter}}}", rf"\text{{({letter})}}", rf"\textbf{{({letter})}}",
-        rf"\mathrm{{{letter}}}", f"{letter}.", f"${letter}$", rf"\mathbf{{{letter}}}", f"{letter})",
-        rf"(\text{{{letter}}})", rf"\textbf{{{letter}}}"]
-    return same, [other, f"({other})", rf"\text{{({other})}}", f"{letter}{other}", rf"\textbf{{{other}}}"]
+def factorial(draw: Random) -> Spellings:
+    n = draw.randint(3, 12)
+    value = 1
+    for i in range(2, n + 1):
+        value *= i
+    same = [f"{n}!", f"{value}", rf"{n}\cdot {n - 1}!", f"{n} !", rf"{n} \times {n - 1}!", f"({n})!"]
+    return same, [f"{n + 1}!", f"{value + 1}", f"{n}", f"{value * 10}", f"{n}!+1"]
 
 
-def clock(draw: Random) -> Spellings:
-    h, m = draw.randint(1, 12), draw.randint(10, 59)
-    same = [f"{h}:{m}", f"{h} : {m}", rf"{h}\!:\!{m}", rf"\text{{{h}:{m}}}", rf"{h}{{:}}{m}"]
-    return same, [f"{h}:{(m + 7) % 49 + 10}" if (m + 7) % 49 + 10 != m else f"{h}:00", f"{h % 12 + 1}:{m}", f"{h}{m}"]
+# ---- relations -------------------------------------------------------------------------------------------------------
 
 
-def ratio(draw: Random) -> Spellings:
-    a, b = coprime(draw)
-    same = [f"{a}:{b}", f"{a} : {b}", rf"{a}\colon {b}", rf"{a}\text{{:}}{b}", f"${a}:{b}$", rf"{a} \colon {b}"]
-    return same, [f"{b}:{a}", f"{a + 1}:{b}", f"{a}:{b}:1", f"{a}"]
+def inequality(draw: Random) -> Spellings:
+    a, v = draw.randint(-20, 20), draw.choice("xynkt")
+    ops, flipped, other = draw.choice([((r"\le", r"\leq", "≤", r"\leqslant", "<="), (r"\ge", r"\geq", "≥", ">="), "<"),
+        (("<", r"\lt"), (">", r"\gt"), r"\le"), ((r"\ge",
+        r"\geq", "≥", r"\geqslant"), (r"\le", r"\leq", "≤"), ">")] )
+    same = ([f"{v} {op} {a}" for op in ops] + [f"{a} {op} {v}" for op in flipped] + [f"{v}{ops[0]} {a}",
+        rf"2{v} {ops[0]} {2 * a}" if a else f"{v} {ops[-1]} 0"] )
+    return same, [f"{v} {other} {a}", f"{v} {ops[0]} {a + 1}", f"{v} {flipped[0]} {a}", f"{v} = {a}",
+        f"{a} {ops[0]} {v}"]
+
+
+def equation(draw: Random) -> Spellings:
+    r, c = draw.randint(2, 12), draw.randint(1, 9)
+    same = [f"x^2+y^2={r * r}", f"x^{{2}}+y^{{2}}={r * r}", f"y^2+x^2={r * r}", f"{r * r} = x^2+y^2",
+        f"x^2+y^2-{r * r}=0", f"x^2 + y^2 = {r}^2", f"2x^2+2y^2={2 * r * r}"]
+    return same, [f"x^2+y^2={r * r + c}", f"x^2-y^2={r * r}", f"x^2+2y^2={r * r}", f"x^2+y^3={r * r}"]
+
+
+def angle(draw: Random) -> Spellings:
+    a, b, c = draw.sample("ABCDEFGHPQR", 3)
+    same = [rf"\angle {a}{b}{c}", rf"\angle{{{a}{b}{c}}}", rf"\angle {a} {b} {c}", rf"$\angle {a}{b}{c}$"]
+    return same, [rf"\angle {b}{a}{c}", rf"\triangle {a}{b}{c}", rf"\angle {a}{c}{b}", rf"{a}{b}{c}"]

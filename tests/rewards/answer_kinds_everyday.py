@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.rewards.answer_kinds import Spellings, frac
+from tests.rewards.answer_kinds import Spellings
 
 # fmt: off
-
-NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
-)
 
 
 def duration(draw: Random) -> Spellings:
@@ -27,60 +22,6 @@ def duration(draw: Random) -> Spellings:
         f"{h}{m} minutes", f"{m} hours {h} minutes" if h != m else "0", f"{h} minutes {m} seconds"]
 
 
-def short_duration(draw: Random) -> Spellings:
-    m, s = draw.randint(2, 50), draw.choice([10, 20, 30, 40, 50, 15])
-    same = [f"{m} minutes {s} seconds", rf"{m}\text{{ minutes }}{s}\text{{ seconds}}", f"{60 * m + s} seconds",
-        f"{m} min {s} s",
-        rf"{m}\text{{ min }}{s}\text{{ sec}}", f"{m} minutes and {s} seconds", rf"{60 * m + s}\text{{ s}}"]
-    return same, [f"{m} minutes {s + 1} seconds", f"{m} minutes", f"{60 * m + s} minutes", f"{m} hours {s} minutes"]
-
-
-def time_units(draw: Random) -> Spellings:
-    n, (big, small, factor) = draw.randint(1, 20), draw.choice([("hours", "minutes", 60), ("minutes", "seconds", 60),
-        ("days", "hours", 24), ("weeks", "days", 7)])
-    same = [f"{n} {big}", f"{n * factor} {small}", rf"{n}\text{{ {big}}}", rf"{n * factor}\text{{ {small}}}",
-        rf"{n} \text{{ {big}}}"]
-    return same, [f"{n + 1} {big}", f"{n} {small}", f"{n * factor + 1} {small}",
-        f"{n * 10} {small}" if factor != 10 else "0"]
-
-
-def time_of_day(draw: Random) -> Spellings:
-    h, m, half = draw.randint(1, 11), draw.randint(10, 59), draw.choice("ap")
-    other = {"a": "p", "p": "a"}[half]
-    same = [rf"{h}:{m}\text{{ {half}.m.}}", f"{h}:{m} {half}.m.", f"{h}:{m} {half.upper()}M", f"{h}:{m}{half}m",
-        rf"{h}:{m}\,\text{{{half.upper()}M}}",
-        rf"{h}:{m} \mathrm{{~{half.upper()}M}}", rf"\text{{{h}:{m} {half}.m.}}", f"{h}:{m} {half.upper()}.M.",
-        rf"{h}\!:\!{m} \text{{ {half}m}}"]
-    others = [f"{h}:{m} {other}.m." , f"{h}:{m - 1} {half}m", rf"{h + 1}:{m}\text{{ {half.upper()}M}}",
-        f"{h}:{m} {other.upper()}M", f"{h}{m}"]
-    return same, others
-
-
-def whole_hour(draw: Random) -> Spellings:
-    h, half = draw.randint(1, 11), draw.choice("ap")
-    other = {"a": "p", "p": "a"}[half]
-    same = [f"{h}:00 {half}.m.", f"{h} {half}.m.", f"{h} {half.upper()}M", f"{h}{half}m", rf"{h}\text{{ {half}.m.}}",
-        rf"{h}:00\text{{ {half.upper()}M}}",
-        rf"\text{{{h} {half}.m.}}"]
-    return same, [f"{h} {other}.m.", f"{h + 1}:00 {half}.m.", f"{h}:30 {half}m", f"{h}:00 {other.upper()}M",
-        f"{h} meters"]
-
-
-def day_clock(draw: Random) -> Spellings:
-    h, m = draw.randint(1, 11), draw.randint(10, 59)
-    same = [f"{h + 12}:{m}", f"{h}:{m} PM", rf"{h}:{m}\text{{ p.m.}}", rf"{h + 12}{{:}}{m}"]
-    return same, [f"{h}:{m} AM", f"{h + 12}:{m - 1}", f"{h + 1}:{m} PM", f"{h + 11}:{m}"]
-
-
-def feet_and_inches(draw: Random) -> Spellings:
-    f, i = draw.randint(2, 20), draw.randint(1, 11)
-    same = [f"{f} feet {i} inches", f"{12 * f + i} inches", rf"{f}\text{{ ft }}{i}\text{{ in}}", f"{f} ft {i} in",
-        rf"{f}\text{{ feet, }}{i}\text{{ inches}}",
-        rf"{12 * f + i}\text{{ in}}", f"{f} feet and {i} inches"]
-    return same, [f"{f} feet {i + 1} inches", f"{f} feet", f"{12 * f + i} feet",
-        f"{f}.{i} feet" if i != 12 * i / 10 else "0", f"{f} meters {i} inches"]
-
-
 def length_conversion(draw: Random) -> Spellings:
     n, (big, small, factor) = draw.randint(1, 90), draw.choice([("m", "cm", 100), ("km", "m", 1000), ("cm", "mm",
         10), ("kg", "g", 1000), ("L", "mL", 1000), ("ft", "in", 12), ("yd", "ft", 3)])
@@ -89,21 +30,6 @@ def length_conversion(draw: Random) -> Spellings:
     return same, [rf"{n}\text{{ {small}}}", rf"{n * factor}\text{{ {big}}}", rf"{n * factor + 1}\text{{ {small}}}",
         rf"{n * factor * 10}\,\mathrm{{{small}}}",
         rf"{n}\text{{ {big}}}^2"]
-
-
-def speed(draw: Random) -> Spellings:
-    n = draw.randint(2, 200)
-    a, b, long = draw.choice([("m", "s", "meters per second"), ("km", "h", "kilometers per hour"), ("mi", "h",
-        "miles per hour"), ("cm", "s", "centimeters per second")])
-    same = [rf"{n}\text{{ {a}/{b}}}", f"{n} {long}", rf"{n}\ \frac{{\text{{{a}}}}}{{\text{{{b}}}}}",
-        rf"{n}\,\mathrm{{\frac{{{a}}}{{{b}}}}}",
-        rf"{n}\,\mathrm{{{a}\,{b}^{{-1}}}}", rf"{n}\,\mathrm{{{a}}}\,\mathrm{{{b}}}^{{-1}}",
-        rf"{n}\,\mathrm{{{a}\cdot {b}^{{-1}}}}", rf"{n}\ \mathrm{{{a}/{b}}}",
-        rf"{n}\text{{ {long}}}", f"{n} {a}/{b}", rf"{n}\,\mathrm{{{a}}}/\mathrm{{{b}}}",
-        rf"{n} \frac{{\mathrm{{{a}}}}}{{\mathrm{{{b}}}}}"]
-    return same, [rf"{n}\text{{ {b}/{a}}}", rf"{n}\,\mathrm{{{a}\,{b}^{{-2}}}}", rf"{n + 1}\text{{ {a}/{b}}}",
-        rf"{n}\ \frac{{\text{{{b}}}}}{{\text{{{a}}}}}",
-        rf"{n}\text{{ {a}}}", rf"{n}\,\mathrm{{{a}\,{b}}}"]
 
 
 def acceleration(draw: Random) -> Spellings:
@@ -130,59 +56,12 @@ def si_product(draw: Random) -> Spellings:
         rf"{n}0\,\mathrm{{{name}}}", rf"{n}\,\mathrm{{K}}"]
 
 
-def si_prefix(draw: Random) -> Spellings:
-    n, name = draw.randint(2, 90), draw.choice(["N", "J", "W", "V", "Pa", "Hz", "m"])
-    prefix, factor = draw.choice([("k", 10**3), ("M", 10**6)] if name != "m" else [("k", 1000)])
-    same = [rf"{n}\,\mathrm{{{prefix}{name}}}", rf"{n * factor}\,\mathrm{{{name}}}", rf"{n}\text{{ {prefix}{name}}}",
-        rf"{n} \mathrm{{~{prefix}{name}}}",
-        rf"{n}\times 10^{{{len(str(factor)) - 1}}}\,\mathrm{{{name}}}"]
-    return same, [rf"{n}\,\mathrm{{{name}}}", rf"{n * factor * 10}\,\mathrm{{{name}}}",
-        rf"{n + 1}\,\mathrm{{{prefix}{name}}}", rf"{n}\,\mathrm{{{prefix}g}}"]
-
-
-def small_prefix(draw: Random) -> Spellings:
-    n, name = draw.randint(2, 90), draw.choice(["m", "s", "A", "F", "V"])
-    prefix, power = draw.choice([(r"\mu ", 6), ("n", 9), ("m", 3)])
-    same = [rf"{n}\,\mathrm{{{prefix}{name}}}", rf"{n}\times 10^{{-{power}}}\,\mathrm{{{name}}}",
-        rf"{n}\times10^{{-{power}}}\text{{ {name}}}", rf"{n}e-{power} \text{{ {name}}}"]
-    if prefix == r"\mu ":
-        same += [rf"{n}\,\mu\mathrm{{{name}}}", rf"{n}\,\text{{μ{name}}}", rf"{n}\ \mu \text{{{name}}}"]
-    return same, [rf"{n}\,\mathrm{{{name}}}", rf"{n}\times 10^{{-{power + 1}}}\,\mathrm{{{name}}}",
-        rf"{n + 1}\,\mathrm{{{prefix}{name}}}", rf"{n}\times 10^{{{power}}}\,\mathrm{{{name}}}"]
-
-
-def resistance(draw: Random) -> Spellings:
-    n = draw.randint(2, 900)
-    same = [rf"{n}\,\Omega", rf"{n} \Omega", f"{n} ohms", rf"{n}\text{{ ohms}}", f"{n} Ω",
-        rf"{n}\,\mathrm{{\Omega}}", rf"{n}\ \text{{Ω}}"]
-    return same, [rf"{n + 1}\,\Omega", rf"{n}\,\mathrm{{k\Omega}}", rf"{n}\text{{ V}}", f"{n}0 ohms"]
-
-
-def temperature(draw: Random) -> Spellings:
-    n = draw.randint(1, 120)
-    same = [f"{n} °C", rf"{n}^\circ\text{{C}}", rf"{n}^{{\circ}} C", rf"{n}\,^\circ\mathrm{{C}}",
-        f"{n} degrees Celsius", rf"{n}^\circ C", rf"{n}\text{{ degrees Celsius}}",
-        rf"{n}{{ }}^{{\circ}} \mathrm{{C}}", f"{n}°C", rf"{n}\,^{{\circ}}\text{{C}}"]
-    return same, [f"{n} °F", rf"{n + 1}^\circ\text{{C}}", rf"-{n}^\circ C", f"{n} degrees Fahrenheit",
-        rf"{n}\text{{ K}}"]
-
-
 def angle_with_minutes(draw: Random) -> Spellings:
     d, m = draw.randint(1, 89), draw.choice([15, 30, 45, 12])
     same = [rf"{d}^\circ {m}'", f"{d}°{m}'", rf"{d}^{{\circ}}{m}^{{\prime}}", rf"{d + m / 60:g}^\circ",
         f"{d + m / 60:g} degrees", f"{d}° {m}′"]
     return same, [rf"{d}^\circ {m + 1}'", rf"{d}^\circ", rf"{d}.{m}^\circ" if m * 10 != m * 6 else "0",
         rf"{d + 1}^\circ {m}'", f"{d}{m}°"]
-
-
-def radians(draw: Random) -> Spellings:
-    n, value = draw.choice([(30, r"\frac{\pi}{6}"), (45, r"\frac{\pi}{4}"), (60, r"\frac{\pi}{3}"), (90,
-        r"\frac{\pi}{2}"), (120, r"\frac{2\pi}{3}"), (180, r"\pi"), (270, r"\frac{3\pi}{2}"), (150,
-        r"\frac{5\pi}{6}")])
-    same = [rf"{n}^\circ", rf"{value}\text{{ radians}}", f"{n} degrees", rf"{value} \text{{ rad}}",
-        rf"{value}\,\mathrm{{rad}}", rf"{n}^{{\circ}}"]
-    return same, [rf"{n}\text{{ radians}}", rf"{n + 1}^\circ", rf"-{value}\text{{ rad}}",
-        rf"2\cdot{value}\text{{ radians}}", rf"{n // 2}^\circ"]
 
 
 def squared_unit(draw: Random) -> Spellings:
@@ -196,33 +75,11 @@ def squared_unit(draw: Random) -> Spellings:
         rf"{n + 1}\text{{ {short}}}^2", f"{n * n} {short}", f"{n}^2 {short}"]
 
 
-def abstract_square_units(draw: Random) -> Spellings:
-    n = draw.randint(2, 99)
-    same = [f"{n}", rf"{n}\text{{ square units}}", f"{n} units²", rf"{n}\text{{ units}}^2", f"{n} sq units",
-        rf"{n}\text{{ sq. units}}", f"{n} square units", rf"{n}\,\text{{units}}^{{2}}"]
-    return same, [f"{n**2}", f"{n + 1} square units", rf"{n}0\text{{ units}}^2", f"{n}^2"]
-
-
-def miles_per_hour(draw: Random) -> Spellings:
-    n = draw.randint(5, 99)
-    same = [f"{n} mph", f"{n} miles per hour", rf"{n}\text{{ mph}}", rf"{n}\text{{ mi/h}}", f"{n} miles/hour",
-        rf"{n}\text{{ mi/hr}}", f"{n}", rf"{n}\ \frac{{\text{{miles}}}}{{\text{{hour}}}}"]
-    return same, [f"{n + 1} mph", f"-{n} mph", f"{n}0 miles per hour"]
-
-
 def dollars(draw: Random) -> Spellings:
     n = draw.randint(2, 999)
     same = [rf"\${n}", f"{n} dollars", f"{n} USD", f"USD {n}", rf"\${n}.00", rf"{n}\text{{ dollars}}",
         rf"\text{{\${n}}}", rf"\text{{USD }}{n}", f"${n}", rf"\${n}\text{{ dollars}}", f"US${n}"]
     return same, [rf"\${n + 1}", f"{n} cents", f"€{n}", rf"\${n}.50", f"{n} pounds", rf"-\${n}"]
-
-
-def cents(draw: Random) -> Spellings:
-    n = draw.randint(11, 99)
-    n += n % 10 == 0
-    same = [f"{n} cents", rf"{n}\text{{ cents}}", f"{n}¢", rf"\$0.{n}", f"0.{n} dollars", rf"{n}\text{{¢}}",
-        rf"{n} \text{{ cents}}"]
-    return same, [rf"\${n}", f"{n + 1} cents", rf"\$0.0{n}", f"{n} dollars", rf"\$0.{n + 1 if n < 99 else 11}"]
 
 
 def euros(draw: Random) -> Spellings:
@@ -248,64 +105,11 @@ def percent_word(draw: Random) -> Spellings:
     return same, [rf"{n + 1}\%", f"{n} per mille", f"0.0{n:02d}", f"{n}0 percent", rf"-{n}\%"]
 
 
-def number_word(draw: Random) -> Spellings:
-    names = NUMBER_WORDS.split()
-    n = draw.randint(1, 20)
-    same = [f"{n}", names[n], rf"\text{{{names[n]}}}", names[n].title(), rf"\text{{{names[n].title()}}}"]
-    return same, [names[n - 1], f"{n + 1}", rf"\text{{{names[n % 20 + 1] if n < 20 else names[3]}}}",
-        f"{names[n]} hundred", f"{-n}"]
-
-
 def counted_noun(draw: Random) -> Spellings:
     n, noun = draw.randint(2, 99), draw.choice(["different ways", "red balls", "more students",
         "distinct real roots", "ordered pairs", "sides", "people"])
     same = [f"{n}", f"{n} {noun}", rf"{n}\text{{ {noun}}}", rf"\text{{{n} {noun}}}", rf"{n} \ \text{{{noun}}}"]
     return same, [f"{n + 1} {noun}", f"-{n}", rf"{n}0\text{{ {noun}}}", f"{n - 1}"]
-
-
-def ordinal(draw: Random) -> Spellings:
-    n = draw.randint(4, 20)
-    same = [f"{n}", f"{n}th", rf"{n}^{{\text{{th}}}}", rf"{n}\text{{th}}", rf"{n}^{{th}}", rf"{n}^\text{{th}}",
-        rf"{n}^{{\mathrm{{th}}}}", rf"\text{{{n}th}}"]
-    return same, [f"{n + 1}th", rf"{n}0^{{\text{{th}}}}", f"{n - 1}", f"-{n}"]
-
-
-def dozens(draw: Random) -> Spellings:
-    n = draw.randint(2, 30)
-    return [f"{n} dozen", f"{12 * n}", rf"{n}\text{{ dozen}}", f"{12 * n} eggs"], [f"{n}", f"{n + 1} dozen",
-        f"{10 * n}", f"{n} eggs"]
-
-
-def option(draw: Random) -> Spellings:
-    letter = draw.choice("ABCDE")
-    other = draw.choice([name for name in "ABCDE" if name != letter])
-    same = [letter, f"({letter})", f"Option {letter}", rf"\text{{Option {letter}}}", f"choice {letter}",
-        rf"\text{{choice ({letter})}}", f"**{letter}**", rf"\text{{{letter}}}.", rf"\textbf{{({letter})}}",
-        f"Answer: {letter}"]
-    return same, [other, f"Option {other}", rf"\text{{choice ({other})}}", f"{letter}{other}", f"not {letter}",
-        f"{letter} and {other}"]
-
-
-def phrase(draw: Random) -> Spellings:
-    words = ["circle", "right triangle", "straight line", "blue car", "third quadrant", "prime number"]
-    word = draw.choice(words)
-    others = [other for other in words if other != word]
-    same = [word, f"a {word}", rf"\text{{the {word}}}", f"The {word}.", rf"\text{{A {word}}}", word.upper(),
-        rf"\text{{{word}}}"]
-    return same, [draw.choice(others), f"not a {word}", f"two {word}s", rf"\text{{the {draw.choice(others)}}}",
-        f"{word} and {others[0]}"]
-
-
-def no_solution(draw: Random) -> Spellings:
-    same = ["no solution", "no solutions", r"\text{no solution}", r"\text{No solutions}", "No solution."]
-    return same, ["one solution", "infinitely many solutions", "solution", "0", r"\text{all real numbers}",
-        f"{draw.randint(1, 9)}"]
-
-
-def does_not_exist(draw: Random) -> Spellings:
-    same = ["DNE", r"\text{DNE}", "does not exist", r"\text{does not exist}", r"\text{Does not exist.}",
-        r"\mathrm{DNE}", r"\text{DNE.}"]
-    return same, ["0", r"\infty", "exists", r"\text{does exist}", f"{draw.randint(1, 9)}"]
 
 
 def date(draw: Random) -> Spellings:
@@ -315,43 +119,8 @@ def date(draw: Random) -> Spellings:
     return same, [f"{month} {day + 1}", f"April {day}", f"{month} {day}1", f"{day} May", f"{month}"]
 
 
-def segment(draw: Random) -> Spellings:
-    a, b = draw.sample("ABCDEFPQRST", 2)
-    same = [rf"\overline{{{a}{b}}}", f"{a}{b}", rf"\text{{{a}{b}}}", rf"\overline{{{a} {b}}}", rf"\mathrm{{{a}{b}}}"]
-    other = next(c for c in "XYZ")
-    return same, [rf"\overline{{{a}{other}}}", f"{b}{other}", rf"\angle {a}{b}{other}", f"{a}"]
-
-
-def formula(draw: Random) -> Spellings:
-    a, b = draw.choice([("H", "O"), ("C", "O"), ("N", "O"), ("C", "H"), ("Fe", "O")])
-    n, m = draw.randint(2, 4), draw.randint(5, 7)
-    same = [f"{a}_{n}{b}_{m}", rf"\text{{{a}}}_{n}\text{{{b}}}_{m}", rf"\mathrm{{{a}_{n}{b}_{m}}}",
-        rf"\ce{{{a}{n}{b}{m}}}", rf"\mathrm{{{a}}}_{{{n}}}\mathrm{{{b}}}_{{{m}}}",
-        f"{a}{'₀₁₂₃₄₅₆₇'[n]}{b}{'₀₁₂₃₄₅₆₇'[m]}"]
-    return same, [f"{a}_{m}{b}_{n}", f"{a}_{n}{b}_{m + 1}", rf"\ce{{{a}{n}{b}{m + 2}}}",
-        rf"\mathrm{{{b}_{n}{a}_{m}}}"]
-
-
 def quantity_command(draw: Random) -> Spellings:
     n = draw.randint(2, 90)
     same = [rf"\SI{{{n}}}{{m/s}}", rf"{n}\text{{ m/s}}", rf"\qty{{{n}}}{{m/s}}", rf"\SI{{{n}}}{{\meter\per\second}}",
         rf"\qty{{{n}}}{{\metre\per\second}}"]
     return same, [rf"\SI{{{n + 1}}}{{m/s}}", rf"\SI{{{n}}}{{kg}}", rf"{n}\text{{ s/m}}", rf"\qty{{{n}}}{{\second}}"]
-
-
-def scientific_quantity(draw: Random) -> Spellings:
-    m, n = draw.randint(11, 99), draw.randint(3, 9)
-    m += m % 10 == 0
-    t = f"{m // 10}.{m % 10}"
-    same = [rf"{t}\times 10^{n}\,\mathrm{{m/s}}", rf"{t} \times 10^{{{n}}} \text{{ m/s}}", f"{t}e{n} m/s",
-        rf"{m * 10 ** (n - 1)}\text{{ m/s}}", rf"{t}\times10^{{{n}}}\ \mathrm{{m\,s^{{-1}}}}",
-        rf"{t} \cdot 10^{n} \frac{{\text{{m}}}}{{\text{{s}}}}", f"{t}×10^{n} m/s"]
-    return same, [rf"{t}\times 10^{n + 1}\,\mathrm{{m/s}}", rf"{t}\times 10^{n}\,\mathrm{{m}}",
-        rf"{t}\times 10^{{-{n}}} \text{{ m/s}}", rf"{m}\times 10^{n}\,\mathrm{{m/s}}"]
-
-
-def fraction_quantity(draw: Random) -> Spellings:
-    a, b = draw.choice([(1, 2), (3, 4), (2, 3), (5, 8), (7, 3)])
-    same = [rf"\frac{{{a}}}{{{b}}}\text{{ cup}}", f"{a}/{b} cup", f"{a}/{b} cups",
-        rf"\frac{{{a}}}{{{b}}} \text{{ of a cup}}", f"{a}/{b} of a cup", frac(a, b), rf"\frac{a}{b}\text{{ cups}}"]
-    return same, [frac(b, a), f"{a}/{b + 2} cup", f"{a} cups", rf"-\frac{{{a}}}{{{b}}}\text{{ cup}}"]

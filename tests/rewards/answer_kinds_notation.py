@@ -1,13 +1,83 @@
-"""Generators of answers, each with spellings of one value and of other values: notation of mathematics."""
+"""Generators of answers, each with spellings of one value and of other values: sets, matrices, notation."""
 
 from __future__ import annotations
 
 from random import Random
 
-from tests.rewards.answer_kinds import Spellings, coprime, frac, nonzero, sign
-from tests.rewards.answer_kinds_collections import numbers
+from tests.rewards.answer_kinds import Spellings
 
 # fmt: off
+
+
+def numbers(draw: Random, count: int) -> list[int]:
+    return draw.sample([number for number in range(-30, 31)], count)
+
+
+def interval(draw: Random) -> Spellings:
+    a = draw.randint(-20, 10)
+    b = a + draw.randint(1, 15)
+    opening, closing = draw.choice("(["), draw.choice(")]")
+    low, high = (r"\le" if opening == "[" else "<"), (r"\le" if closing == "]" else "<")
+    same = [f"{opening}{a},{b}{closing}", f"{opening}{a}, {b}{closing}", rf"\left{opening}{a},{b}\right{closing}",
+        rf"x\in{opening}{a},{b}{closing}",
+        rf"x \in \left{opening} {a}, {b} \right{closing}"]
+    if (opening, closing) != ("(", ")"):
+        same += [f"{a} {low} x {high} {b}", f"{a}{low.replace('le', 'leq')} x{high.replace('le', 'leq')} {b}"]
+    flip = {"(": "[", "[": "(", ")": "]", "]": ")"}
+    others = [f"{flip[opening]}{a},{b}{closing}", f"{opening}{a},{b}{flip[closing]}", f"{opening}{a},{b + 1}{closing}",
+        f"{opening}{a - 1}, {b}{closing}"]
+    return same, others
+
+
+def union(draw: Random) -> Spellings:
+    a = draw.randint(-9, 5)
+    b = a + draw.randint(1, 9)
+    same = [
+        rf"(-\infty,{a})\cup({b},\infty)", rf"(-\infty, {a}) \cup ({b}, \infty)",
+        rf"\left(-\infty,{a}\right)\cup\left({b},\infty\right)", rf"({b},\infty)\cup(-\infty,{a})",
+        rf"x\in(-\infty,{a})\cup({b},+\infty)", f"(-∞,{a})∪({b},∞)", rf"x < {a} \text{{ or }} x > {b}",
+    ]
+    return same, [rf"(-\infty,{a}]\cup({b},\infty)", rf"(-\infty,{a})\cup[{b},\infty)",
+        rf"(-\infty,{a - 1})\cup({b},\infty)", rf"({a},{b})",
+        rf"(-\infty,{a})\cap({b},\infty)"]
+
+
+def listed(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    same = [f"{a},{b}", f"{a}, {b}", f"{a} and {b}", rf"{a} \text{{ and }} {b}", rf"{a}\text{{ or }}{b}",
+        f"x={a}, x={b}", f"x = {a} or x = {b}", rf"{a},\; {b}", rf"x={a}\text{{ or }}x={b}", f"{a}, {b}.", f"{a}; {b}"]
+    return same, [f"{a}, {b + 1}", f"{a}", f"{a}, {b}, 77", f"x={a}, x={b + 2}", f"{b}"]
+
+
+def plus_minus(draw: Random) -> Spellings:
+    a, b = draw.randint(1, 20), draw.choice([2, 3, 5, 6, 7])
+    same = [
+        rf"{a}\pm\sqrt{{{b}}}",
+        rf"{a} \pm \sqrt{{{b}}}",
+        rf"x={a}\pm\sqrt{b}",
+        rf"{a}+\sqrt{{{b}}}, {a}-\sqrt{{{b}}}",
+        rf"{a}+\sqrt{{{b}}} \text{{ and }} {a}-\sqrt{{{b}}}",
+        f"{a} ± √{b}",
+    ]
+    return same, [rf"{a}+\sqrt{{{b}}}", rf"{a}\pm\sqrt{{{b + 1}}}", rf"{a + 1}\pm\sqrt{{{b}}}", rf"\pm\sqrt{{{b}}}"]
+
+
+def vector(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    rows = [rf"{a} \\ {b}", rf"{a}\\{b}", rf" {a} \\  {b} ", rf"{a} \\ {b} \\", f"{a}\\\\\n{b}"]
+    same = [rf"\begin{{pmatrix}}{row}\end{{pmatrix}}" for row in rows]
+    same += [rf"\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}",
+        rf"\left(\begin{{array}}{{c}} {a} \\ {b} \end{{array}}\right)",
+        rf"\begin{{pmatrix}} {a}.0 \\ {b} \end{{pmatrix}}"]
+    return same, [rf"\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} & {b} \end{{pmatrix}}",
+        rf"\begin{{pmatrix}} {a} \\ {b + 1} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a}{b} \end{{pmatrix}}"]
+
+
+def number_sets(draw: Random) -> Spellings:
+    sets = {"R": "ℝ", "Z": "ℤ", "Q": "ℚ", "N": "ℕ"}
+    name = draw.choice(list(sets))
+    others = [rf"\mathbb{{{other}}}" for other in sets if other != name]
+    return [rf"\mathbb{{{name}}}", rf"\mathbb {name}", sets[name], rf"x\in\mathbb{{{name}}}"], [*others, r"\emptyset"]
 
 
 def residue(draw: Random) -> Spellings:
@@ -25,14 +95,6 @@ def residue(draw: Random) -> Spellings:
         f"x = {a}", rf"y \equiv {a + 1} (mod {m})", rf"x \equiv {m - a if 2 * a != m else a + 1} (mod {m})"]
 
 
-def residue_without_name(draw: Random) -> Spellings:
-    m = draw.randint(5, 40)
-    a = draw.randint(1, m - 1)
-    same = [rf"{a} \pmod{{{m}}}", f"{a} (mod {m})", rf"{a} \mod {m}", rf"{a} \bmod {m}", rf"{a}\text{{ mod }}{m}",
-        rf"{a} \ (\text{{mod }} {m})", rf"n \equiv {a} \pmod{{{m}}}", rf"\equiv {a} \pmod{{{m}}}"]
-    return same, [rf"{a + 1} \pmod{{{m}}}", f"{a} (mod {m + 2})", rf"{m} \mod {a}", rf"-{a} \pmod {{{2 * m}}}"]
-
-
 def several_residues(draw: Random) -> Spellings:
     m = draw.randint(7, 30)
     a, b = draw.sample(range(1, m), 2)
@@ -44,16 +106,6 @@ def several_residues(draw: Random) -> Spellings:
     return same, [rf"x \equiv {a}, {c} \pmod{{{m}}}", rf"x \equiv {a}, {b} \pmod{{{m + 1}}}",
         rf"x \equiv {a} \pmod{{{m}}}",
         rf"x \equiv {a}, {b}, {c} \pmod{{{m}}}"]
-
-
-def large_word(draw: Random) -> Spellings:
-    n, (word, zeros) = draw.randint(2, 99), draw.choice([("thousand", 3), ("million", 6), ("billion", 9), ("hundred",
-        2)])
-    same = [f"{n} {word}", rf"{n}\text{{ {word}}}", rf"{n} \text{{ {word}}}", f"{n * 10**zeros:,}",
-        f"{n}{'0' * zeros}",
-        rf"{n}\times 10^{zeros}", rf"{n}\,\mathrm{{{word}}}", f"{n}.0 {word}"]
-    return same, [f"{n}", f"{n + 1} {word}", rf"{n}\times 10^{zeros + 1}", f"{n}{'0' * (zeros - 1)}", f"{n} trillion",
-        f"{n} apples", f"{n}.0"]
 
 
 def large_money(draw: Random) -> Spellings:
@@ -77,30 +129,6 @@ def approximately(draw: Random) -> Spellings:
         f"not {text}", f"at least {text}"]
 
 
-def approximate_quantity(draw: Random) -> Spellings:
-    n, short, long = draw.randint(2, 400), *draw.choice([("km", "kilometers"), ("m", "meters"), ("kg", "kilograms")])
-    same = [f"about {n} {long}", rf"\approx {n}\text{{ {short}}}", f"approximately {n} {short}", f"{n} {long}",
-        rf"\text{{about }} {n} \text{{ {long}}}", rf"\text{{approximately {n} {long}}}"]
-    return same, [f"about {n + 1} {long}", f"about {n} seconds", rf"\approx -{n}\text{{ {short}}}"]
-
-
-def proportion(draw: Random) -> Spellings:
-    a, b = coprime(draw, 40)
-    same = [f"{a}:{b}", f"{a} to {b}", rf"{a}\text{{ to }}{b}", rf"{a} \text{{ to }} {b}", rf"\text{{{a} to {b}}}",
-        f"{a} : {b}",
-        rf"{a}{{:}}{b}", rf"{a}\mathbin{{:}}{b}"]
-    return same, [f"{b} to {a}", f"{a} to {b + 1}", f"{b}:{a}", rf"{a + 1}\text{{ to }}{b}", f"{a}, {b}",
-        f"{a} of {b}"]
-
-
-def range_of_numbers(draw: Random) -> Spellings:
-    a = draw.randint(1, 40)
-    b = a + draw.randint(1, 30)
-    same = [f"{a} to {b}", rf"{a}\text{{ to }}{b}", f"from {a} to {b}", rf"\text{{from }}{a}\text{{ to }}{b}",
-        rf"\text{{from {a} to {b}}}", rf"[{a}, {b}]"]
-    return same, [f"{a} to {b + 1}", f"from {b} to {a}", f"({b}, {a})", f"{a - 1} to {b}", f"from -{a} to {b}"]
-
-
 def system(draw: Random) -> Spellings:
     a, b = numbers(draw, 2)
     same = [rf"\begin{{cases}} x={a} \\ y={b} \end{{cases}}", f"x={a}, y={b}", f"(x,y)=({a},{b})",
@@ -113,22 +141,6 @@ def system(draw: Random) -> Spellings:
     return same, [f"x={b}, y={a}", f"({b},{a})", f"(x,y)=({b},{a})",
         rf"\begin{{cases}} x={a} \\ y={b + 1} \end{{cases}}",
         rf"\begin{{cases}} y={a} \\ x={b} \end{{cases}}", f"x={a}", f"x={a}, y={b}, z=0"]
-
-
-def system_of_three(draw: Random) -> Spellings:
-    a, b, c = numbers(draw, 3)
-    same = [f"(a,b,c)=({a},{b},{c})", f"a={a}, b={b}, c={c}", rf"a = {a},\ b = {b},\ c = {c}", f"c={c}, a={a}, b={b}",
-        rf"\begin{{cases}} a={a} \\ b={b} \\ c={c} \end{{cases}}", f"({a},{b},{c})",
-        rf"a={a},\, b={b} \text{{ and }} c={c}"]
-    return same, [f"a={b}, b={a}, c={c}", f"({a},{c},{b})", f"a={a}, b={b}", f"(a,b,c)=({c},{b},{a})",
-        rf"\begin{{cases}} a={a} \\ b={c} \\ c={b} \end{{cases}}"]
-
-
-def named_point(draw: Random) -> Spellings:
-    (a, b), name = numbers(draw, 2), draw.choice("ABCPQ")
-    same = [f"{name}({a},{b})", f"{name} = ({a}, {b})", f"({a},{b})", rf"{name}\left({a}, {b}\right)",
-        rf"{name}=\left({a},{b}\right)"]
-    return same, [f"{name}({b},{a})", f"({a},{b + 1})", f"{name} = ({a}, {b}, 0)", f"{name}({-a - 1},{b})"]
 
 
 def several_points(draw: Random) -> Spellings:
@@ -153,19 +165,6 @@ def scaled_matrix(draw: Random) -> Spellings:
         rf"{k}+\begin{{pmatrix}} {inner} \end{{pmatrix}}"]
 
 
-def divided_matrix(draw: Random) -> Spellings:
-    k, (a, b) = draw.randint(2, 9), numbers(draw, 2)
-    column = rf"\begin{{pmatrix}} {a} \\ {b} \end{{pmatrix}}"
-    same = [rf"\frac{{1}}{{{k}}}{column}",
-        rf"\begin{{pmatrix}} \frac{{{a}}}{{{k}}} \\ \frac{{{b}}}{{{k}}} \end{{pmatrix}}",
-        rf"\frac1{k} {column}", rf"\tfrac{{1}}{{{k}}}\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}",
-        rf"\begin{{pmatrix}} {a}/{k} \\ {b}/{k} \end{{pmatrix}}",
-        rf"-\frac{{1}}{{{k}}}\begin{{pmatrix}} {-a} \\ {-b} \end{{pmatrix}}"]
-    return same, [column, rf"\frac{{1}}{{{k + 1}}}{column}", rf"{k}{column}",
-        rf"-\frac{{1}}{{{k}}}{column}" if a or b else "1",
-        rf"\frac{{1}}{{{k}}}\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}"]
-
-
 def nested_list_matrix(draw: Random) -> Spellings:
     a, b, c, d = numbers(draw, 4)
     same = [f"[[{a},{b}],[{c},{d}]]", f"[[{a}, {b}], [{c}, {d}]]",
@@ -187,28 +186,6 @@ def angle_brackets(draw: Random) -> Spellings:
     return same, [rf"\left<{b},{a}\right>", f"<{a}, {b}, 0>", rf"\langle {a + 1}, {b} \rangle", f"{a} < {b}"]
 
 
-def unit_vectors(draw: Random) -> Spellings:
-    a, b = draw.randint(2, 19), nonzero(draw, -19, 19)
-    b = 7 if b in (1, -1) else b
-    same = [rf"{a}\mathbf{{i}} {sign(b)}\mathbf{{j}}", rf"{a}\hat{{i}} {sign(b)}\hat{{j}}",
-        rf"{a}\hat{{\mathbf{{i}}}} {sign(b)}\hat{{\mathbf{{j}}}}",
-        rf"{a}\vec{{i}} {sign(b)}\vec{{j}}", rf"{a}\,\hat{{\imath}} {sign(b)}\,\hat{{\jmath}}",
-        rf"{b}\mathbf{{j}}+{a}\mathbf{{i}}"]
-    return same, [rf"{a}\mathbf{{j}} {sign(b)}\mathbf{{i}}" if a != b else "0", rf"{a}\hat{{i}} {sign(-b)}\hat{{j}}",
-        rf"{a + 1}\hat{{i}} {sign(b)}\hat{{j}}", rf"{a}\hat{{i}} {sign(b)}\hat{{k}}"]
-
-
-def floor_of_integers(draw: Random) -> Spellings:
-    m = draw.randint(2, 12)
-    same = [rf"\lfloor n/{m} \rfloor", rf"\left\lfloor \frac{{n}}{{{m}}} \right\rfloor", f"⌊n/{m}⌋", f"floor(n/{m})",
-        rf"\lceil \frac{{n-{m - 1}}}{{{m}}} \rceil", rf"\left\lfloor\frac{{2n}}{{{2 * m}}}\right\rfloor",
-        rf"\operatorname{{floor}}(n/{m})"]
-    return same, [rf"\lfloor (n+1)/{m} \rfloor", rf"\left\lfloor \frac{{n-1}}{{{m}}} \right\rfloor",
-        rf"\lceil n/{m} \rceil",
-        rf"\frac{{n}}{{{m}}}", rf"\left\lfloor \frac{{n+{m - 1}}}{{{m}}} \right\rfloor",
-        rf"\lfloor n/{m + 1} \rfloor"]
-
-
 def empty_and_nested_sets(draw: Random) -> Spellings:
     a, b = draw.sample(range(1, 20), 2)
     return draw.choice([
@@ -220,24 +197,6 @@ def empty_and_nested_sets(draw: Random) -> Spellings:
             [rf"\{{{a}, {b}\}}", rf"\{{\{{{b}\}}, {a}\}}", rf"\{{\{{{a}, {b}\}}\}}", f"{a}, {b}"]),
         ([rf"\{{\{{{a}\}},\{{{b}\}}\}}", rf"\{{\{{{b}\}}, \{{{a}\}}\}}"],
             [rf"\{{\{{{a}, {b}\}}\}}", rf"\{{{a}, {b}\}}", rf"\{{\{{{a}\}}, {b}\}}", rf"\{{\{{{a}\}}\}}"])])
-
-
-def all_reals(draw: Random) -> Spellings:
-    same = [r"\mathbb{R}", r"(-\infty, \infty)", "all real numbers", r"\text{all real numbers}", r"x \in \mathbb{R}",
-        "ℝ",
-        r"\text{All real numbers}", r"(-\infty, +\infty)", r"\left(-\infty,\infty\right)", r"\text{all reals}"]
-    return same, [rf"(-\infty, {draw.randint(1, 9)})", r"\mathbb{Z}", r"(0, \infty)", r"\emptyset", "all integers",
-        r"\text{all positive real numbers}"]
-
-
-def reals_without_a_point(draw: Random) -> Spellings:
-    a = draw.randint(-9, 9)
-    same = [rf"(-\infty,{a})\cup({a},\infty)", rf"\mathbb{{R}} \setminus \{{{a}\}}", rf"x \ne {a}",
-        rf"\mathbb{{R}}\backslash\{{{a}\}}",
-        rf"\mathbb{{R}} - \{{{a}\}}", rf"\{{x \in \mathbb{{R}} : x \ne {a}\}}", rf"\{{x \mid x \neq {a}\}}",
-        rf"x \in \mathbb{{R}}, x \ne {a}"]
-    return same, [rf"(-\infty,{a + 1})\cup({a + 1},\infty)", rf"(-\infty,{a}]\cup[{a},\infty)", r"\mathbb{R}",
-        rf"\mathbb{{R}} \setminus \{{{a + 1}\}}", rf"\{{{a}\}}", f"x = {a}"]
 
 
 def set_builder(draw: Random) -> Spellings:
@@ -263,17 +222,6 @@ def two_inequalities(draw: Random) -> Spellings:
         f"x > {a}"]
 
 
-def derivative(draw: Random) -> Spellings:
-    a, b = draw.randint(2, 12), nonzero(draw, -12, 12)
-    body = f"{a}x {sign(b)}"
-    same = [body, rf"\frac{{dy}}{{dx}} = {body}", f"y' = {body}", f"f'(x) = {body}", rf"\frac{{d y}}{{d x}}={body}",
-        f"dy/dx = {body}",
-        rf"f^{{\prime}}(x) = {body}", rf"\frac{{\mathrm{{d}}y}}{{\mathrm{{d}}x}} = {body}",
-        rf"\dfrac{{dy}}{{dx}} = {body}"]
-    return same, [rf"\frac{{dy}}{{dx}} = {a}x {sign(-b)}", f"y' = {a + 1}x {sign(b)}", f"{a}x^2 {sign(b)}",
-        f"f'(x) = {body} + 1"]
-
-
 def antiderivative(draw: Random) -> Spellings:
     a, n = draw.randint(2, 9), draw.randint(2, 5)
     same = [f"{a}x^{n}+C", f"{a}x^{{{n}}} + C", f"C + {a}x^{n}", rf"{a} x^{n} + \text{{C}}", rf"{a}x^{n}+C.",
@@ -295,41 +243,6 @@ def piecewise(draw: Random) -> Spellings:
         rf"\begin{{cases}} {a + 1}x & x < {c} \\ x+{b} & x \ge {c} \end{{cases}}"]
 
 
-def integer_family(draw: Random) -> Spellings:
-    a, b = coprime(draw, 9)
-    base, period = rf"\frac{{{a}\pi}}{{{b}}}", draw.choice([r"\pi", r"2\pi"])
-    p = period.replace(r"\pi", "")
-    same = [rf"{base} + {p}k\pi, k \in \mathbb{{Z}}", rf"x = {base} + {p}k\pi,\ k\in\mathbb{{Z}}",
-        rf"{base}+{p}n\pi, n \in \mathbb{{Z}}",
-        rf"x = {base} + {p}k\pi \text{{ for }} k \in \mathbb{{Z}}", rf"{base} + {p}\pi k, \quad k \in \mathbb{{Z}}",
-        rf"{base} + {p}k\pi \ (k \in \mathbb{{Z}})", rf"{base} + {p}\pi n, \text{{ where }} n \in \mathbb{{Z}}",
-        rf"{base} + {p}k\pi, \text{{ where }} k \text{{ is an integer}}", rf"{base} + {p}k\pi, k ∈ ℤ"]
-    return same, [rf"{base} + {'' if p else '2'}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k, k \in \mathbb{{Z}}",
-        rf"\frac{{{b}\pi}}{{{a}}} + {p}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k\pi, k \in \mathbb{{N}}",
-        rf"{base}"]
-
-
-def numbered_roots(draw: Random) -> Spellings:
-    a, b = numbers(draw, 2)
-    same = [f"{a}, {b}", f"x_1 = {a}, x_2 = {b}", f"x_1={b}, x_2={a}",
-        rf"x_{{1}} = {a} \text{{ and }} x_{{2}} = {b}", f"x = {a}, {b}",
-        rf"x={a} \text{{ or }} x={b}", rf"x_{{1,2}} = {a}, {b}", rf"x \in \{{{a}, {b}\}}", f"x = {b} or {a}"]
-    return same, [f"x_1 = {a}, x_2 = {b + 1}", f"x_1 = {a}", f"{a}, {b}, 50", f"x = {a}",
-        f"x_1 = {-a - 1}, x_2 = {b}"]
-
-
-def base_in_words(draw: Random) -> Spellings:
-    b, word = draw.choice([(2, "two"), (3, "three"), (5, "five"), (6, "six"), (8, "eight"), (9, "nine")])
-    digits = "1" + "".join(str(draw.randint(0, b - 1)) for _ in range(draw.randint(2, 5)))
-    other = digits[:-1] + str((int(digits[-1]) + 1) % b)
-    same = [f"{digits}_{b}", rf"{digits}_{{\text{{{word}}}}}", rf"{digits}_{{\text{{base {b}}}}}",
-        f"{digits} base {b}",
-        rf"{digits}\text{{ base }}{b}", rf"{digits}_{{\mathrm{{{word}}}}}", rf"{digits}_\text{{{word}}}",
-        f"({digits})_{{{b}}}"]
-    return same, [f"{digits}_{b + 1}", f"{other}_{b}", f"{digits} base {b + 1}", f"{digits}0_{{{b}}}",
-        rf"{other}\text{{ base }}{b}"]
-
-
 def combinations(draw: Random) -> Spellings:
     n = draw.randint(4, 15)
     k = draw.randint(2, n - 2)
@@ -343,15 +256,6 @@ def combinations(draw: Random) -> Spellings:
         f"P({n},{k})", f"C({k},{n})"]
 
 
-def repeating_dots(draw: Random) -> Spellings:
-    d, whole = draw.choice([1, 2, 4, 5, 7, 8]), draw.randint(0, 9)
-    same = [rf"{whole}.\overline{{{d}}}", rf"{whole}.\dot{{{d}}}", rf"{whole}.\dot{d}", f"{whole}.({d})",
-        frac(9 * whole + d, 9),
-        rf"{whole}.\bar{d}"]
-    return same, [f"{whole}.{d}", f"{whole}.{d}{d}", rf"{whole}.\overline{{{d}0}}", rf"{whole + 1}.\dot{{{d}}}",
-        frac(9 * whole + d, 10)]
-
-
 def unicode_powers(draw: Random) -> Spellings:
     v, n = draw.choice("xyn"), draw.randint(2, 9)
     up, down = "⁰¹²³⁴⁵⁶⁷⁸⁹"[n], "₀₁₂₃₄₅₆₇₈₉"[n]
@@ -359,28 +263,6 @@ def unicode_powers(draw: Random) -> Spellings:
         return [f"3{v}{up}", f"3{v}^{n}", f"3{v}^{{{n}}}", rf"3 \cdot {v}{up}"], [f"3{v}^{n + 1}", f"3{v}{n}",
         f"3{v}", f"3{v}_{n}"]
     return [f"{v}{down}", f"{v}_{n}", f"{v}_{{{n}}}"], [f"{v}^{n}", f"{v}{n}", f"{v}_{n + 1}", f"{v}"]
-
-
-def minus_power(draw: Random) -> Spellings:
-    n = draw.randint(2, 19)
-    same = [f"10^{{-{n}}}", "10⁻" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(n)), rf"1 \times 10^{{-{n}}}",
-        rf"\frac{{1}}{{10^{{{n}}}}}",
-        f"1e-{n}", f"1E-{n}", rf"10^{{\,-{n}}}"]
-    return same, [f"10^{n}", f"10^{{-{n + 1}}}", f"-10^{n}", f"1e{n}"]
-
-
-def sized_commands(draw: Random) -> Spellings:
-    a, b = coprime(draw, 9)
-    same = [frac(a, b), rf"\textcolor{{red}}{{\frac{{{a}}}{{{b}}}}}", rf"\color{{blue}}{{\frac{{{a}}}{{{b}}}}}",
-        rf"\mathstrut\frac{{{a}}}{{{b}}}",
-        rf"\frac{{{a}}}{{{b}}}\hspace{{2mm}}", rf"\nicefrac{{{a}}}{{{b}}}", rf"\sfrac{{{a}}}{{{b}}}",
-        rf"\left(\frac{{{a}}}{{{b}}}\right)\,",
-        rf"\mathbf{{\frac{{{a}}}{{{b}}}}}", rf"\Large\frac{{{a}}}{{{b}}}", rf"**{a}/{b}**",
-        rf"{{\frac{{{a}}}{{{b}}}}}\enspace",
-        rf"\mathop{{\frac{{{a}}}{{{b}}}}}", rf"\phantom{{0}}\frac{{{a}}}{{{b}}}"]
-    return same, [frac(b, a), rf"\textcolor{{red}}{{\frac{{{a + 1}}}{{{b}}}}}", rf"\nicefrac{{{b}}}{{{a}}}",
-        rf"**-{a}/{b}**",
-        rf"\frac{{{a}}}{{{b}}}\hspace{{2mm}}7"]
 
 
 def chain_of_equations(draw: Random) -> Spellings:

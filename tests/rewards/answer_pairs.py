@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from inspect import isfunction
 from random import Random
 
-from tests.rewards import (
-    answer_kinds,
-    answer_kinds_algebra,
-    answer_kinds_collections,
-    answer_kinds_everyday,
-    answer_kinds_notation,
-)
+from tests.rewards import answer_kinds, answer_kinds_everyday, answer_kinds_notation
 
 SEED = 20240
 
@@ -29,13 +23,7 @@ class AnswerPair:
 
 KINDS = [
     kind
-    for module in (
-        answer_kinds,
-        answer_kinds_collections,
-        answer_kinds_algebra,
-        answer_kinds_notation,
-        answer_kinds_everyday,
-    )
+    for module in (answer_kinds, answer_kinds_notation, answer_kinds_everyday)
     for kind in vars(module).values()
     if isfunction(kind) and kind.__module__ == module.__name__ and kind.__annotations__.get("return") == "Spellings"
 ]

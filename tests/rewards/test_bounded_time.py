@@ -18,7 +18,7 @@ import pytest
 
 from penstock.stages.rewards.builtin import MAX_LENGTH, same_answer
 from penstock.stages.rewards.hub import get_builtin_reward
-from penstock.stages.rewards.instructions.text import CHECKS, sentences
+from penstock.stages.rewards.instructions.text import CHECKS
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 from tests.rewards.adversarial import adversarial_texts, builtin_graders
@@ -29,13 +29,9 @@ TEXTS = adversarial_texts(SIZE // 4)
 LARGE_TEXTS = adversarial_texts(SIZE)
 GRADERS = list(builtin_graders())
 IN_EVERY_RUN = [
-    f"{piece!r} repeated"
-    for piece in (
-        "[", "\n", "a. ",
-    )
-] + [r"'\\boxed{' nested", "random mixture 0"]  # fmt: skip
-
-
+    *(f"{piece!r} repeated" for piece in ("[", "\n", "a. ")),
+    *(r"'\\boxed{' nested", "' ' between 'answer is' and '!'", "random mixture 0"),
+]
 CASES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.full) for name in TEXTS]
 
 
@@ -97,12 +93,9 @@ def test_math_compares_the_longest_parsed_answers_in_bounded_time(name: str) -> 
 
 @pytest.mark.parametrize(
     "answer",
-    [r"x\in", r"x\in,", "①", "⁴", "5①", r"x_\ud800", "x_\ud800", r"\text{\ud800}", "\ud800", "٣", "²²", r"\frac①2",
-        "=", r"\pm",
-     r"\begin{pmatrix}\end{pmatrix}", r"\{|\}", "x=", "=x", r"\cup", "{" * 480 + "7" + "}" * 480,
-        r"\{" * 300 + r"\}" * 300,
-     "(" * 480 + "1,2" + ")" * 480, r"\begin{pmatrix}" * 30 + "7" + r"\end{pmatrix}" * 30, "1_①", r"\sqrt[①]{2}",
-     "Q=M2:3"],
+    [r"x\in,", "①", "5①", r"x_\ud800", "\ud800", "²²", r"\frac①2", r"\pm", r"\begin{pmatrix}\end{pmatrix}", r"\{|\}",
+     "=x", r"\cup", "{" * 480 + "7" + "}" * 480, r"\{" * 300 + r"\}" * 300, "(" * 480 + "1,2" + ")" * 480,
+     r"\begin{pmatrix}" * 30 + "7" + r"\end{pmatrix}" * 30, "1_①", r"\sqrt[①]{2}", "Q=M2:3"],
 )  # fmt: skip
 def test_malformed_answer_gets_0_without_an_exception(answer: str) -> None:
     grade = get_builtin_reward("math").function
@@ -139,20 +132,6 @@ def test_check_of_an_unusual_text_returns_a_result(
     instruction: str, arguments: dict[str, object], text: str, followed: bool
 ) -> None:
     assert CHECKS[instruction](text, **arguments) is followed
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Wait....... what?!?! No", ["Wait.......", "what?!?!", "No"]),
-        ("I was I. Then he came. a.\n\n", ["I was I.", "Then he came.", "a."]),
-        ("It was I. \n lower", ["It was I. \n lower"]),
-        ('"Go!..." he said.', ['"Go!..."', "he said."]),
-        ("." * 100 + "a", ["." * 100 + "a"]),
-    ],
-)
-def test_sentences_of_unusual_text(text: str, expected: list[str]) -> None:
-    assert sentences(text) == expected
 
 
 @pytest.mark.parametrize("label", ["9" * SIZE, "$" * SIZE, r"\boxed{" * 30_000, " " * SIZE, r"\text{" * 40_000])

@@ -171,14 +171,11 @@ def test_custom_rm_path_of_a_row_takes_precedence_and_one_sample_with_group_rm(f
 @pytest.mark.parametrize(
     ("named", "allowed"),
     [
-        ("{}:row_reward", None),
-        ("{}:row_reward", "row_rewards"),
         ("row_rewards.graders:row_reward", None),
         ("row_rewards.graders:row_reward", "row_reward"),
         ("row_rewards_2.graders:row_reward", "row_rewards"),
         ("os:getcwd", "row_rewards"),
         ("row_rewards/../graders.py:row_reward", "row_rewards"),
-        ("row_rewards.graders:os.system", "row_rewards"),
         ("row_rewards", "row_rewards"),
         (["row_rewards.graders:row_reward"], "row_rewards"),
     ],
@@ -209,7 +206,6 @@ def test_row_code_imported_into_the_allowed_package_is_rejected(row_package: Pat
     ("source", "named"),
     [
         ("import os\nos._exit(0)", r"os\._exit"),
-        pytest.param("raise SystemExit(0)", r"sys\.exit", marks=pytest.mark.full),
         pytest.param("import sys\nsys.exit()", r"sys\.exit", marks=pytest.mark.full),
         pytest.param(
             "class Model:\n    def __init__(self): raise SystemExit(0)\n"
@@ -218,7 +214,7 @@ def test_row_code_imported_into_the_allowed_package_is_rejected(row_package: Pat
             marks=pytest.mark.full,
         ),
     ],
-    ids=["os._exit", "SystemExit", "sys.exit", "constructor"],
+    ids=["os._exit", "sys.exit", "constructor"],
 )
 def test_reward_that_exits_at_its_start_is_rejected_with_a_short_error(tmp_path: Path, source: str, named: str) -> None:
     path = tmp_path / "exiting.py"
@@ -255,10 +251,8 @@ def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("def f(sample): ...", r"\(sample\).*\(args, sample\)"),
-        ("def f(args, *, sample): ...", r"\(args, sample\)"),
+        ("def f(completions, **kw): ...", r"\(completions, .*f\(args, sample\) -> float .*docs/coming-from.md"),
         ("def f(args, sample, extra): ...", "extra"),
-        ("def f(args, sample):\n    yield 1", "generator"),
         ("async def f(args, sample):\n    yield 1", "generator"),
         ("class F: ...", "compute_reward"),
         ("class F:\n    def compute_reward(self, prompts): ...", r"compute_reward.*\(self, prompts\)"),
@@ -271,15 +265,16 @@ def test_reward_with_a_wrong_signature_is_rejected_at_load(tmp_path: Path, sourc
     path.write_text(source)
     with pytest.raises(PluginError, match=part):
         load_custom_reward(str(path))
+    if "def f(" in source:
+        with pytest.raises(PluginError, match=r"f\(args, samples\) -> list of floats|generator"):
+            load_custom_reward(str(path), group_rm=True)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "def f(args, sample): ...",
         "async def f(args, sample, **kwargs): ...",
         "f = lambda *args: 1.0",
-        f"class F:\n{COMPUTE}",
         f"class F:\n    def __init__(self, path='m'): ...\n    async {COMPUTE.lstrip()}",
         f"def load(): ...\nclass F:\n{COMPUTE}",
         "def helper(): ...\ndef reward_func(args, sample): ...",
@@ -294,16 +289,11 @@ def test_reward_with_a_right_signature_is_accepted(tmp_path: Path, source: str) 
 
 FORMS = r"""
 import asyncio, functools
-import numpy as np
 
 
 async def half(args, sample, scale=1.0):
     await asyncio.sleep(0)
     return 0.5 * scale
-
-
-def returns_coroutine(args, sample):
-    return half(args, sample)
 
 
 def returns_task_of_task(args, sample):
@@ -336,15 +326,7 @@ class ReturnsAwaitable:
         return compute()
 
 
-class Awaitable:
-    def __await__(self):
-        yield
-        return 0.5
-
-
 instance, awaiting_instance = Callable(), ReturnsAwaitable()
-own_awaitable = lambda args, sample: Awaitable()
-coroutine_of_array = lambda args, sample: half(args, sample, np.ones(1))
 
 
 def one(args, sample):
@@ -360,7 +342,6 @@ async def halves(args, samples):
 
 
 group_coroutine = lambda args, samples: halves(args, samples)
-group_list_of_coroutines = lambda args, samples: [half(args, sample) for sample in samples]
 
 
 def several(args, samples):
@@ -394,8 +375,7 @@ def one_by_one(forms: Path) -> Iterator[Grader]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("returns_coroutine", "returns_task_of_task", "runs_its_own_loop", "partial_of_async", "instance"),
-        *("awaiting_instance", "own_awaitable", "coroutine_of_array"),
+        *("returns_task_of_task", "runs_its_own_loop", "partial_of_async", "instance", "awaiting_instance"),
     ],
 )
 def test_any_awaitable_is_awaited(one_by_one: Grader, name: str) -> None:
@@ -403,14 +383,7 @@ def test_any_awaitable_is_awaited(one_by_one: Grader, name: str) -> None:
     assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "partial_of_async",
-        pytest.param("awaiting_instance", marks=pytest.mark.full),
-        pytest.param("Model", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("name", ["partial_of_async", pytest.param("Model", marks=pytest.mark.full)])
 def test_loaded_reward_may_return_awaitables(forms: Path, name: str) -> None:
     with make_grader(custom_rm_path=f"{forms}:{name}") as grader:
         found = outcomes(grader, group("a", "b"))
@@ -424,7 +397,7 @@ def test_awaitable_of_none_fails_in_one_sentence(one_by_one: Grader) -> None:
 
 def test_group_reward_may_return_awaitables(forms: Path) -> None:
     with make_grader(custom_rm_path=f"{forms}:several", group_rm=True) as grader:
-        for name in ("group_coroutine", "group_list_of_coroutines", "coroutine_of_coroutines"):
+        for name in ("group_coroutine", "coroutine_of_coroutines"):
             found = outcomes(grader, group(name, "b", "c"))
             assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 3, name
 
@@ -432,8 +405,8 @@ def test_group_reward_may_return_awaitables(forms: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(np.array([0.5]), np.array([[0.5]], dtype=np.float32), np.array(0.5), np.float16(0.5), Decimal("0.5")),
-        *(torch.tensor(0.5, requires_grad=True), torch.tensor([0.5], dtype=torch.bfloat16), Fraction(1, 2)),
+        *(np.array([[0.5]], dtype=np.float32), np.array(0.5), Decimal("0.5"), Fraction(1, 2)),
+        *(torch.tensor(0.5, requires_grad=True), torch.tensor([0.5], dtype=torch.bfloat16)),
     ],
     ids=lambda value: repr(value),
 )
@@ -443,7 +416,7 @@ def test_number_of_any_type_is_a_reward(value: Any) -> None:
 
 
 def test_true_is_the_reward_1() -> None:
-    for value in (True, np.bool_(True), np.array([True]), torch.tensor(True)):
+    for value in (True, np.array([True]), torch.tensor(True)):
         assert parse_reward(value, None, "f") == Outcome(reward=1.0)
 
 
@@ -456,8 +429,8 @@ def test_component_that_an_option_sets_is_refused(key: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(np.array([0.5, 1.0]), np.array(["0.5"]), "0.5", [0.5], 1j, iter([0.5]), torch.tensor([]), np.array([1j])),
-        *(np.datetime64("2024-01-31"), object(), lambda: 1),
+        *(np.array([0.5, 1.0]), np.array(["0.5"]), "0.5", [0.5], 1j, torch.tensor([]), np.datetime64("2024-01-31")),
+        lambda: 1,
     ],
     ids=lambda value: repr(value)[:20],
 )
@@ -469,8 +442,7 @@ def test_value_that_is_not_one_number_fails_in_one_sentence(value: Any) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        *(np.full(3, 0.5), np.full((3, 1), 0.5), torch.full((3,), 0.5), torch.full((3, 1), 0.5), [np.array([0.5])] * 3),
-        array.array("d", [0.5] * 3),
+        *(np.full((3, 1), 0.5), torch.full((3,), 0.5), [np.array([0.5])] * 3, array.array("d", [0.5] * 3)),
     ],
     ids=lambda value: f"{type(value).__module__}-{getattr(value, 'shape', '')}",
 )

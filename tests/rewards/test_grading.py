@@ -27,7 +27,7 @@ from tests.forked_worker import forked_workers, fresh_workers  # noqa: F401 fixt
 from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
-import asyncio, os, re, time
+import asyncio, os, re
 
 
 num_calls = 0
@@ -42,8 +42,6 @@ async def reward_func(args, sample, **kwargs):
 
 
 def misbehave(args, sample):
-    if sample.response == "hang":
-        time.sleep(3600)
     if sample.response == "hang in C":
         re.match(r"(a+)+$", "a" * 60 + "b")
     if sample.response == "die":
@@ -80,12 +78,10 @@ def test_every_spelling_of_a_path_loads_the_function(file: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("path", "part"),
     [
-        ("{}/absent.py", r"absent\.py"),
         ("{}/my_rewards.py:misbehav", "misbehav.*reward_func, misbehave, slow"),
         ("{}/bad.py", r"bad\.py.*ZeroDivisionError"),
         ("{}/two.py", r"two\.py.*a, b"),
         ("no_such_module.function", "no_such_module"),
-        ("word", "word"),
     ],
 )
 def test_path_that_does_not_load_raises_plugin_error(file: Path, path: str, part: str) -> None:
@@ -105,9 +101,7 @@ def test_async_rewards_run_concurrently(file: Path) -> None:
     assert batch[0].rewards == {"score": 6.0, "parts": 1.0}
 
 
-@pytest.mark.parametrize(
-    "bad", [pytest.param("hang", marks=pytest.mark.full), "hang in C", pytest.param("die", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("bad", ["hang in C", pytest.param("die", marks=pytest.mark.full)])
 def test_reward_that_hangs_dies_raises_or_exits_fails_one_sample(file: Path, bad: str) -> None:
     batch = samples("ok", bad, "raise", "none", "nan", "exit", "ok")
     with make_grader(custom_rm_path=f"{file}:misbehave", timeout=0.2) as grader:
@@ -165,13 +159,6 @@ grader = Grader(RewardSettings(custom_rm_path="{file}:misbehave", timeout=3600),
 grader.grade([Sample("0", "g", "0", 0, response="ok")])
 grader.submit(Sample("1", "g", "1", 0, response="hang in C"))
 """,
-    "the import of a reward": """
-import pathlib, threading
-from penstock.stages.rewards.custom_reward import inspect_custom_reward
-pathlib.Path("{folder}/slow.py").write_text("import time; time.sleep(3600)")
-options = dict(group_rm=False, rm_model_path=None, timeout=3600.0)
-threading.Thread(target=inspect_custom_reward, args=("{folder}/slow.py:f",), kwargs=options, daemon=True).start()
-""",
     "a template": """
 import threading
 from penstock.stages.rollout.text.templates import RenderLimits, TemplateRenderer
@@ -227,8 +214,7 @@ SYNC = "import time\ndef reward_func(args, sample, **options):\n    time.sleep(0
 ASYNC = (
     "import asyncio\nasync def reward_func(args, sample, **options):\n    await asyncio.sleep(0.5)\n    return 1.0\n"
 )
-SLOW_IMPORT = "import time\ntime.sleep(1)\n" + SYNC
-BAD = "import time\ntime.sleep(1)\nraise ValueError('bad')\n"
+BAD = "import time\ntime.sleep(0.5)\nraise ValueError('bad')\n"
 
 
 def start_worker(target: str, protocol: str) -> Worker:
@@ -261,13 +247,10 @@ def ended_silently(process: subprocess.Popen[str]) -> bool:
     return process.communicate(timeout=100)[1] == "" and process.returncode in (0, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("source", [SYNC, ASYNC], ids=["sync", "async"])
 @pytest.mark.full
-def test_parent_that_closes_the_pipe_during_a_job_gets_no_traceback(
-    worker: Worker, source: str, tmp_path: Path
-) -> None:
+def test_parent_that_closes_the_pipe_during_a_job_gets_no_traceback(worker: Worker, tmp_path: Path) -> None:
     process, connection = worker
-    connection.send(settings(tmp_path, source))
+    connection.send(settings(tmp_path, ASYNC))
     assert connection.recv() == READY
     connection.send((0, [Sample("s", "g", "t", 0, prompt="p", label="1", response="1")]))
     time.sleep(0.1)
@@ -275,19 +258,11 @@ def test_parent_that_closes_the_pipe_during_a_job_gets_no_traceback(
     assert ended_silently(process)
 
 
-@pytest.mark.parametrize("source", [SLOW_IMPORT, BAD], ids=["loads", "does not load"])
-def test_parent_that_closes_the_pipe_while_the_reward_loads_gets_no_traceback(
-    worker: Worker, source: str, tmp_path: Path
+def test_parent_that_closes_the_pipe_while_a_reward_fails_to_load_gets_no_traceback(
+    worker: Worker, tmp_path: Path
 ) -> None:
     process, connection = worker
-    connection.send(settings(tmp_path, source))
-    connection.close()
-    assert ended_silently(process)
-
-
-@pytest.mark.full
-def test_parent_that_ends_before_it_sends_the_settings_gets_no_traceback(worker: Worker) -> None:
-    process, connection = worker
+    connection.send(settings(tmp_path, BAD))
     connection.close()
     assert ended_silently(process)
 

@@ -353,6 +353,10 @@ def test_invalid_instruction_raises_reward_error(names: list[str], arguments: li
         ("Wait... what?!", ["Wait...", "what?!"]),
         ("猫です。犬です。", ["猫です。", "犬です。"]),
         ("", []),
+        ("I was I. Then he came. a.\n\n", ["I was I.", "Then he came.", "a."]),
+        ("It was I. \n lower", ["It was I. \n lower"]),
+        ('"Go!..." he said.', ['"Go!..."', "he said."]),
+        ("." * 100 + "a", ["." * 100 + "a"]),
     ],
 )
 def test_text_is_split_into_sentences(text: str, expected: list[str]) -> None:

@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         response = body["response"]
         failures = self.server.failures.get(response, [])
         if response == "slow":
-            time.sleep(1.5)
+            time.sleep(0.6)
         status = failures.pop(0) if failures else 200
         answers = {"dict": {"score": 0.5, "length": 3}, "text": "good", "list": [1]}
         content = b"not JSON" if response == "garbage" else json.dumps(answers.get(response, len(response))).encode()
@@ -63,6 +63,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_BACKOFF", 0.1)  # the forked processes of graders have it, too
 
 
 @pytest.fixture
@@ -97,14 +102,14 @@ def test_answers_become_rewards_and_only_transient_failures_are_retried(server: 
 @pytest.mark.full
 def test_slow_server_fails_the_sample_with_a_timeout(server: Server) -> None:
     [sample] = samples("slow")
-    with make_grader("remote_rm", rm_url=server.url, timeout=0.5) as grader:
+    with make_grader("remote_rm", rm_url=server.url, timeout=0.3) as grader:
         grader.grade([sample])
     assert "TimeoutError" in sample.metadata["error"]
 
 
 def test_unreachable_server_fails_the_sample_with_its_url_and_reason() -> None:
     batch = samples("a", "b")
-    with make_grader("remote_rm", rm_url="http://127.0.0.1:9/", timeout=1.5) as grader:
+    with make_grader("remote_rm", rm_url="http://127.0.0.1:9/", timeout=0.5) as grader:
         grader.grade(batch)
     for sample in batch:
         assert sample.status is Status.FAILED
@@ -121,6 +126,7 @@ def test_backoff_is_jittered_and_grows_to_thirty_seconds(monkeypatch: pytest.Mon
     def down(url: str, **options: object) -> object:
         raise OSError("down")
 
+    monkeypatch.setattr(remote, "MAX_BACKOFF", 30.0)
     monkeypatch.setattr(remote, "_session", SimpleNamespace(post=down))
     monkeypatch.setattr(remote.asyncio, "sleep", sleep)
     with pytest.raises(RuntimeError, match=r"10.*down"):

@@ -65,17 +65,13 @@ def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], r
     [
         ({"rm_type": "math"}, GOOD),
         ({"rm_type": "random"}, RewardRow("r")),
-        ({"rm_type": "zero"}, RewardRow("r")),
         ({}, RewardRow("r", "5", {"rm_type": "boxed_math"})),
         ({"custom_rm_path": "mine.py"}, RewardRow("r")),
         ({"rm_type": "gpqa"}, RewardRow("r", "", {"correct_letter": "B"})),
         ({"rm_type": "ifbench"}, RewardRow("r", "", {"instruction_id_list": ["punctuation:no_comma"]})),
         ({"rm_type": "dapo", "reward_key": "score"}, RewardRow("r", "3.5")),
         # labels that only look like JSON
-        *(
-            ({"rm_type": "math"}, RewardRow("r", label))
-            for label in ("{1, 2}", "[1, 2]", "[0, 1)", r"\{x\}", "[a]", "{")
-        ),
+        *(({"rm_type": "math"}, RewardRow("r", label)) for label in ("{1, 2}", "[1, 2]", "[0, 1)")),
         # labels that name a choice, by its letter, index or text
         *(({"rm_type": "gpqa"}, RewardRow("r", label, FOUR)) for label in ("D", "3", "3.0", "moon", "a paraphrase")),
         ({"rm_type": "gpqa"}, RewardRow("r", "E")),
@@ -87,7 +83,7 @@ def test_row_that_can_be_graded_is_accepted(fields: dict[str, Any], row: RewardR
     check_reward_rows(options(**fields), [row])
 
 
-@pytest.mark.parametrize("label", ["1,234", "two", "1.5", "-1/2", "1e3", "$5", "5 apples", "NaN", "2024-01-31", "true"])
+@pytest.mark.parametrize("label", ["1,234", "1.5", "1e3", "5 apples", "NaN"])
 def test_label_that_no_last_integer_can_equal_is_rejected(label: str) -> None:
     row = RewardRow("d.jsonl row 7", label)
     for name in ("exact_number", "boxed_exact_number"):
@@ -99,15 +95,12 @@ def test_label_that_no_last_integer_can_equal_is_rejected(label: str) -> None:
 @pytest.mark.parametrize(
     ("label", "response", "reward"),
     [
-        ("5", "so 5", 1),
         (" 5\n", "so 5", 1),
         ("2.00", "it is 2", 1),
         ("2.0", "it is 3", 0),
         ("+7", "7", 1),
         ("-3.", "-3", 1),
-        ("007", "007", 1),
         ("7", "007", 0),
-        ("0", "none", 0),
     ],
 )
 def test_label_that_is_an_integer_can_be_equalled(label: str, response: str, reward: float) -> None:
@@ -115,8 +108,15 @@ def test_label_that_is_an_integer_can_be_equalled(label: str, response: str, rew
     assert exact_number(Sample("s", "g", "s", 0, response=response, label=label)) == reward
 
 
-@pytest.mark.parametrize("name", ["exact_number", "math", "deepscaler", "f1", "gpqa", "boxed_math", "dapo"])
-@pytest.mark.parametrize("label", ['{"style": "rule", "ground_truth": "4"}', '["4", "four"]', ' [{"a": 1}]', "{}"])
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("math", '{"style": "rule", "ground_truth": "4"}'),
+        ("gpqa", '["4", "four"]'),
+        ("boxed_math", ' [{"a": 1}]'),
+        ("dapo", "{}"),
+    ],
+)
 def test_label_that_is_a_structure_is_rejected_by_rewards_that_compare_text(name: str, label: str) -> None:
     with pytest.raises(RewardError, match=r"^d.jsonl row 7: the label .*--label-key COLUMN.ENTRY"):
         check_reward_rows(options(rm_type=name, reward_key="score"), [RewardRow("d.jsonl row 7", label)])
@@ -126,7 +126,7 @@ def test_label_that_is_a_structure_is_rejected_by_rewards_that_compare_text(name
 
 @pytest.mark.parametrize(
     ("label", "metadata"),
-    [("4", FOUR), ("9", FOUR), ("E", FOUR), ("z", FOUR), ("X", {"choices": {"P": "a", "Q": "b"}})],
+    [("4", FOUR), ("E", FOUR), ("X", {"choices": {"P": "a", "Q": "b"}})],
 )
 def test_label_that_names_none_of_the_choices_is_rejected(label: str, metadata: dict[str, Any]) -> None:
     with pytest.raises(RewardError, match=r"^d.jsonl row 7: the label '.' names none of the . choices"):
@@ -144,14 +144,10 @@ def test_index_of_a_choice_may_be_stored_as_a_float() -> None:
         ("f1", ["the", "Paris"], False),
         ("math", [r"\frac{1}{2", "}{"], True),
         ("math", [r"\frac{1}{2", "3"], False),
-        ("math", ["17 * 23", r"\boxed{5}"], False),
-        ("deepscaler", ["42"], False),
         ("deepscaler", ["{{"], True),
         ("boxed_f1", ["an", "the"], True),
         ("gpqa", ["!!", "?"], True),
-        ("gpqa", ["B"], False),
         ("dapo", ["34.0", "-1"], False),
-        ("exact_number", ["7", "2.00"], False),
         ("random", ["", "the"], False),
         (None, ["the"], False),
     ],
@@ -164,7 +160,7 @@ def test_warning_if_no_label_of_the_sample_can_be_rewarded(name: str | None, lab
     assert not warned or ("d.jsonl row 0" in str(warning) and "--label-key" in str(warning))
 
 
-@pytest.mark.parametrize("package", ["", "a b", "mine.py/x", "a..b"])
+@pytest.mark.parametrize("package", ["", "mine.py/x", "a..b"])
 def test_allow_row_code_that_is_not_a_package_name_is_rejected(package: str) -> None:
     with pytest.raises(ValueError, match="--allow-row-code"):
         options(allow_row_code=package)
@@ -173,10 +169,7 @@ def test_allow_row_code_that_is_not_a_package_name_is_rejected(package: str) -> 
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        pytest.param("raise KeyError('gone')", "KeyError", marks=pytest.mark.full),
         ("return 'good'", "'good'"),
-        pytest.param("return None", "None", marks=pytest.mark.full),
-        pytest.param("return float('nan')", "nan", marks=pytest.mark.full),
         ("return {'score': 1.0}", "--reward-key"),
         ("while True: pass", "timeout"),
         pytest.param("import os; os._exit(0)", "died", marks=pytest.mark.full),
@@ -191,23 +184,6 @@ def test_reward_that_fails_every_test_sample_is_rejected(
     with pytest.raises(RewardError) as error:
         try_reward_on_test_samples(options(custom_rm_path=path, reward_timeout=0.1), [GOOD])
     assert named in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("signature", "group_rm", "form"),
-    [
-        ("completions, **kw", False, "a reward is f(args, sample) -> float"),
-        ("data_source, solution_str, ground_truth", False, "a reward is f(args, sample) -> float"),
-        ("completions", True, "a reward is f(args, samples) -> list of floats"),
-    ],
-)
-def test_reward_with_the_signature_of_another_trainer_is_told_the_form(
-    signature: str, group_rm: bool, form: str, tmp_path: Path
-) -> None:
-    path = reward_file(tmp_path, f"def grade({signature}): return 1.0\n")
-    with pytest.raises(InputError) as error:
-        try_reward_on_test_samples(options(custom_rm_path=f"{path}:grade", group_rm=group_rm), [GOOD])
-    assert form in str(error.value) and "docs/coming-from.md" in str(error.value)
 
 
 def test_reward_that_fails_without_a_label_is_told_the_option(tmp_path: Path) -> None:
@@ -254,14 +230,12 @@ def test_reward_server_that_does_not_listen_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/grade"
         assert try_reward_on_test_samples(options(rm_type="remote_rm", rm_url=url), [GOOD]) == []
-    for wrong in (url, "http://127.0.0.1:99999/x", "nonsense"):
+    for wrong in (url, "nonsense"):
         with pytest.raises(RewardError, match="--rm-url"):
             try_reward_on_test_samples(options(rm_type="remote_rm", rm_url=wrong), [GOOD])
 
 
-@pytest.mark.parametrize(
-    ("name", "rewards"), [("math", [0, 0, 1]), ("exact_number", [0, 1, 1]), ("boxed_exact_number", [0, 0, 1])]
-)
+@pytest.mark.parametrize(("name", "rewards"), [("math", [0, 0, 1]), ("exact_number", [0, 1, 1])])
 def test_built_in_reward_grades_the_test_responses(name: str, rewards: list[float]) -> None:
     tried = try_reward_on_test_samples(options(rm_type=name), [GOOD])
     assert [response for response, _ in tried] == ["", "5", r"\boxed{5}"]

@@ -24,6 +24,7 @@ from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store
+from tests.train.bigram_engine import BigramEngine
 
 PROMPTS, ANSWERS, WIDTH, LR = 20, 5, 8, 3
 GROUPS, SAMPLES, ROUNDS, INTERVAL = 12, 8, 12, 5
@@ -36,47 +37,36 @@ def right_answers(seed: int) -> np.ndarray:  # [PROMPTS]
     return np.random.default_rng(seed).integers(0, ANSWERS, PROMPTS)
 
 
-class TinyEngine:
+class TinyEngine(BigramEngine):
     """The logits of the next token are head @ embedding of the current token."""
-
-    data_parallel_rank_and_size = (0, 1)
-    tensor_group = context_group = lora = peak_flops = None
-    device = torch.device("cpu")
-    shape = SimpleNamespace(train_flops=lambda tokens, *_, **__: float(tokens))
 
     def __init__(self) -> None:
         self.start(0)
+        self.passes = []
 
     def start(self, seed: int) -> None:
         """Set weights that give the right answer to most prompts, and a new optimizer."""
         generator, size = torch.Generator().manual_seed(seed), PROMPTS + ANSWERS
         self.embedding = (1 + torch.randn(size, WIDTH, generator=generator)).requires_grad_()
-        self.head = (0.1 * torch.randn(WIDTH, size, generator=generator)).requires_grad_()
-        self.optimizer = torch.optim.Adam([self.embedding, self.head], lr=0.05)
+        self.output = (0.1 * torch.randn(WIDTH, size, generator=generator)).requires_grad_()
+        self.optimizer = torch.optim.Adam([self.embedding, self.output], lr=0.05)
         right = PROMPTS + torch.from_numpy(right_answers(seed))
         for _ in range(60):
             self.optimizer.zero_grad()
-            logits = self.embedding[:PROMPTS] @ self.head
+            logits = self.embedding[:PROMPTS] @ self.output
             torch.nn.functional.cross_entropy(logits, right).backward()
             self.optimizer.step()
-        self.optimizer = torch.optim.SGD([self.embedding, self.head], lr=LR, momentum=0.5)
+        self.optimizer = torch.optim.SGD([self.embedding, self.output], lr=LR, momentum=0.5)
 
-    def pack_stream(self, packed: Any) -> Any:
-        return SimpleNamespace(pack_slice=slice(0, len(packed.token_ids)))
+    def hidden_of(self, packed: Any) -> torch.Tensor:
+        return self.embedding[packed.token_ids]
 
-    def forward_backward(
-        self, microbatches: list[Any], loss_fn: Any, *, forward_only: bool = False, routing: Any = None
-    ) -> list[dict[str, Any]]:
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.output
+
+    def zero_grad(self) -> None:
+        self.passes.clear()
         self.optimizer.zero_grad()
-        outputs = []
-        for packed in microbatches:
-            with torch.set_grad_enabled(not forward_only):
-                hidden = self.embedding[packed.token_ids]
-                loss, output = loss_fn(hidden, lambda hidden: hidden @ self.head, packed)
-            if loss is not None:
-                loss.backward()
-            outputs.append(output)
-        return outputs
 
     def optimizer_step(self) -> tuple[bool, float, list[float]]:
         self.optimizer.step()
@@ -84,13 +74,13 @@ class TinyEngine:
 
     def answer_probabilities(self) -> np.ndarray:  # [PROMPTS, ANSWERS]
         with torch.no_grad():
-            logits = self.embedding[:PROMPTS] @ self.head
+            logits = self.embedding[:PROMPTS] @ self.output
         return torch.softmax(logits[:, PROMPTS:].double(), 1).numpy()
 
     def onload(self, kinds: Any) -> None: ...
 
     def digest(self) -> dict[str, str]:
-        return {name: str(hash(getattr(self, name).detach().numpy().tobytes())) for name in ("embedding", "head")}
+        return {name: str(hash(getattr(self, name).detach().numpy().tobytes())) for name in ("embedding", "output")}
 
     def optimizer_state_digest(self) -> dict[str, str]:
         return {}
@@ -100,16 +90,16 @@ class TinyEngine:
 
     def save(self, directory: Path, step_state: dict[str, Any] | None) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)
-        states = (self.embedding.detach(), self.head.detach(), self.optimizer.state_dict(), step_state)
+        states = (self.embedding.detach(), self.output.detach(), self.optimizer.state_dict(), step_state)
         torch.save(states, directory / "states.pt")
         return {}
 
     def load(self, directory: Path) -> dict[str, Any]:
-        embedding, head, optimizer, step_state = torch.load(directory / "states.pt")
+        embedding, output, optimizer, step_state = torch.load(directory / "states.pt")
         self.start(0)
         with torch.no_grad():
             self.embedding.copy_(embedding)
-            self.head.copy_(head)
+            self.output.copy_(output)
         self.optimizer.load_state_dict(optimizer)
         return step_state
 
@@ -122,14 +112,8 @@ class LocalActor(TrainActor):
 
     def __init__(self, store: Store) -> None:
         spec = SimpleNamespace(
-            diagnostics=DiagnosticsConfig(),
-            run=KEYS.run,
-            engine=None,
-            store=store.uri,
-            store_options={},
-            config=CONFIG,
-            shape=SimpleNamespace(vision=None),
-            temperature=1.0,
+            **dict(run=KEYS.run, store=store.uri, store_options={}, config=CONFIG, temperature=1.0),
+            **dict(diagnostics=DiagnosticsConfig(), engine=None, shape=SimpleNamespace(vision=None)),
         )
         super().__init__(SimpleNamespace(spec=spec, hash="h"), 0, "i", "driver")  # type: ignore[arg-type]
         self.engine = TinyEngine()
@@ -212,10 +196,7 @@ class Run:
     def samples(self, name: str, index: int, prompt: int, answers: np.ndarray, flip: bool = False) -> list[Sample]:
         return [
             Sample(
-                f"{name}-{i:02d}",
-                name,
-                f"{name}-{i:02d}",
-                index,
+                *(f"{name}-{i:02d}", name, f"{name}-{i:02d}", index),
                 prompt=f"prompt {prompt}",
                 token_ids=[prompt, PROMPTS + int(answer)],
                 loss_mask=[0, 1],

@@ -49,20 +49,14 @@ VANISHING = 1e-6  # absolute: of metrics that are means of numbers of both signs
 TEMPERATURE = 0.9
 
 COMMON: dict[str, Any] = dict(
-    num_layers=4,
-    hidden_size=40,
-    ffn_hidden_size=56,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=16,
+    **dict(num_layers=4, hidden_size=40, ffn_hidden_size=56, num_attention_heads=4, num_query_groups=2, head_dim=16),
     vocab_size=61,  # odd: tensor parallelism must pad it
-    max_position_embeddings=256,
-    norm_epsilon=1e-6,
-    qk_layernorm=True,
-    qkv_bias=False,
-    tied_embeddings=False,
+    **dict(max_position_embeddings=256, norm_epsilon=1e-6, qk_layernorm=True, qkv_bias=False, tied_embeddings=False),
 )
 EXPERTS: dict[str, Any] = dict(num_experts=8, ffn_hidden_size=24, shared_ffn_hidden_size=24, score="sigmoid", bias=True)
+# Without experts in stage 0 of 2.
+OF_LATENT: dict[str, Any] = dict(top_k=3, num_dense_layers=2, num_groups=4, top_groups=2, scaling=2.5)
+YARN = YarnScaling(factor=4.0, original_max_positions=64, mscale_all_dim=1.0)
 MODELS = {
     "dense": ModelShape(
         **COMMON | dict(tied_embeddings=True),
@@ -81,15 +75,9 @@ MODELS = {
         **COMMON | dict(num_query_groups=4, head_dim=24),
         architecture="DeepseekV3ForCausalLM",
         family="deepseek_v3",
-        rotary=Rotary(
-            base=10000.0,
-            interleaved=True,
-            scaling=YarnScaling(factor=4.0, original_max_positions=64, mscale_all_dim=1.0),
-        ),
+        rotary=Rotary(base=10000.0, interleaved=True, scaling=YARN),
         latent=LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
-        experts=Experts(
-            **EXPERTS, top_k=3, num_dense_layers=2, num_groups=4, top_groups=2, scaling=2.5
-        ),  # none in stage 0 of 2
+        experts=Experts(**EXPERTS, **OF_LATENT),
     ),
 }
 ALL, MIXTURES = list(MODELS), ["mixture", "latent"]
@@ -106,6 +94,7 @@ class Case:
 
 
 SEQUENCE: dict[str, Any] = dict(tensor=2, sequence_parallel=True)
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 3000}  # with padding between them
 FOUR_RANKS = {
     "tensor x pipeline": Case(ParallelLayout(**SEQUENCE, pipeline=2), ALL),
     "tensor x context": Case(ParallelLayout(**SEQUENCE, context=2), ALL),
@@ -115,9 +104,7 @@ TWO_RANKS = [  # of each pair of processes
     {
         "tensor": Case(ParallelLayout(tensor=2), ["dense"]),
         "context": Case(ParallelLayout(context=2), ALL),
-        "data": Case(
-            ParallelLayout(), ALL, {"overlap_grad_reduce": True, "bucket_size": 3000}
-        ),  # padding between buckets
+        "data": Case(ParallelLayout(), ALL, BUCKETS),
         "experts": Case(ParallelLayout(expert=2), MIXTURES),
         "grouped experts": Case(ParallelLayout(expert=2), MIXTURES, {"moe_grouped_gemm": True}),
         "tensor and experts": Case(ParallelLayout(**SEQUENCE, expert=2, expert_tensor=1), MIXTURES),
@@ -168,14 +155,8 @@ ROUNDS: list[dict[str, Any]] = [
     ),
     dict(
         **dict(num_steps_per_rollout=1, max_tokens_per_gpu=90, advantage_estimator="reinforce_plus_plus_baseline"),
-        **dict(
-            normalize_advantages=True,
-            calculate_per_token_loss=True,
-            use_tis=True,
-            tis_level="geometric",
-            tis_mode="mask",
-        ),
-        **dict(tis_clip=1.2, tis_clip_low=0.4, entropy_coef=0.01, eps_clip_c=3.0),
+        **dict(normalize_advantages=True, calculate_per_token_loss=True, entropy_coef=0.01, eps_clip_c=3.0),
+        **dict(use_tis=True, tis_level="geometric", tis_mode="mask", tis_clip=1.2, tis_clip_low=0.4),
         opd={"opd_teacher_load": "base", "opd_divergence": "jsd", "opd_top_k": 5, "opd_kl_coef": 3.0},
     ),
     dict(
@@ -233,9 +214,8 @@ class Trainer:
         load_auxiliary_model(self.models, "reference", base)
         load_auxiliary_model(self.models, "teacher", base)
         load_initial(self.models, base)
-        self.engines = {
-            name: engine for name in ("policy", "critic") if (engine := getattr(self.models, name)) is not None
-        }
+        engines = {"policy": self.models.policy, "critic": self.models.critic}
+        self.engines: dict[str, Any] = {name: engine for name, engine in engines.items() if engine is not None}
         self.gradients: dict[str, Tensor] = {}
         for name, engine in self.engines.items():
             engine.optimizer_step = self._watched(name, engine, engine.optimizer_step)
@@ -260,11 +240,11 @@ class Trainer:
         if not config.uses_reference:
             models = replace(models, reference=None)
         trained = train_rollout(models, rollout(rollout_id), config, temperature=TEMPERATURE, keep_tokens=True)
-        metrics = [trained.metrics, *trained.steps]
+        metrics = (
+            {k: v for k, v in of.items() if not k.startswith("perf/")} for of in (trained.metrics, *trained.steps)
+        )
         return {
-            "metrics": [
-                {key: value for key, value in found.items() if not key.startswith("perf/")} for found in metrics
-            ],
+            "metrics": list(metrics),
             "gradients": self.gradients,
             "weights": self.weights(),
             "tokens": {"logprobs": trained.tokens["trainer_logprobs"], "advantages": trained.estimate.advantages},

@@ -30,18 +30,11 @@ def samples(count: int, seed: int = 0, siblings: int = 1) -> list[Sample]:
         prompt, response = rng.randrange(1, 6), rng.randrange(0, 9)
         length = prompt + response
         mask = [0] * prompt + [int(rng.random() < 0.8) for _ in range(response)]
-        made.append(
-            Sample(
-                sample_id=f"s{i}",
-                group_id=f"g{i // 4}",
-                trajectory_id=f"t{i // siblings}",
-                rollout_id=0,
-                token_ids=[rng.randrange(50) for _ in range(length)],
-                loss_mask=mask,
-                rollout_logprobs=[-rng.random() * m for m in mask],
-                reward=None if i % 7 == 6 else rng.random(),
-            )
-        )
+        row = Sample(f"s{i}", f"g{i // 4}", f"t{i // siblings}", 0, loss_mask=mask)
+        row.token_ids = [rng.randrange(50) for _ in range(length)]
+        row.rollout_logprobs = [-rng.random() * m for m in mask]
+        row.reward = None if i % 7 == 6 else rng.random()
+        made.append(row)
     return made
 
 
@@ -92,7 +85,7 @@ def test_optimizer_steps_keep_siblings_together_and_refuse_a_remainder() -> None
             samples_of_steps(trajectories[:0], TrainConfig.model_validate({name: 3}))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_filled_microbatches_hold_each_sample_once_and_respect_the_capacity(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(0, 40))]
@@ -112,7 +105,7 @@ def test_fixed_microbatches_hold_the_same_number_of_samples(multiple: int) -> No
     assert [i for bin in plan for i in bin] == list(range(7)) and len(plan) % multiple == 0 and max(map(len, plan)) == 2
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_balanced_shares_have_equal_count_and_nearly_equal_cost(seed: int) -> None:
     rng = random.Random(seed)
     num_shares = rng.choice([1, 2, 3, 4])
@@ -122,14 +115,6 @@ def test_balanced_shares_have_equal_count_and_nearly_equal_cost(seed: int) -> No
     assert {len(share) for share in shares} == {len(costs) // num_shares}
     in_turn = [costs[start::num_shares] for start in range(num_shares)]
     assert max(sum(costs[i] for i in share) for share in shares) <= max(map(sum, in_turn)) + 1e-9
-
-
-def test_balanced_shares_are_better_than_round_robin() -> None:
-    assert balanced_shares([8, 1, 7, 2, 6, 3], 2) in (
-        [[0, 1, 4], [2, 3, 5]],
-        [[0, 3, 5], [1, 2, 4]],
-        [[0, 1, 5], [2, 3, 4]],
-    )
 
 
 def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:

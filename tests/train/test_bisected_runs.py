@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import torch.distributed as dist
 from bisected_runs import CONFIG, DATA_SET, INTERVAL, KEYS, ROUNDS, Run, TinyEngine
 
 from penstock.stages.eval.bisection import find_fall, largest_cost, rank_groups, reward_contrast
@@ -20,28 +17,12 @@ from penstock.stages.train.influence import NUM_STEPS
 from penstock.stages.train.step import Clock, prepare_round
 from penstock.storage.commit import Commit
 from penstock.storage.samples.shards import read_table
+from tests.train.bigram_engine import process_group  # noqa: F401 fixture
 
 BOUND, NUM_RUNS = 0.85, 20
 # The parameters of the runs (bisected_runs.py) were chosen with seeds below 100, `falls_only_by_the_poison` with seeds
 # from 1000 to 1059. These seeds were used for neither.
 FIRST_SEED, MAX_SEEDS = 2000, 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process, unless another test has made one."""
-    if dist.is_initialized():
-        yield
-        return
-    file = tmp_path_factory.mktemp("bisect") / "meet"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def quick_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def commit_at(run: Run, prefix: str) -> Commit:
@@ -80,11 +61,11 @@ def test_influence_is_the_inner_product_of_gradients(tmp_path: Path, monkeypatch
     influence = np.array(run.policy.influence_of_samples(before, evaluated, contrast.tolist()))
     assert not actor.state().clean, "the weights are not those of a version"
     run.policy.restore(before)
-    weights = [actor.engine.embedding, actor.engine.head]
+    weights = [actor.engine.embedding, actor.engine.output]
 
     def logprobs(samples: pa.Table) -> torch.Tensor:
         tokens = torch.tensor(samples["token_ids"].to_pylist())
-        logits = actor.engine.embedding[tokens[:, 0]] @ actor.engine.head
+        logits = actor.engine.embedding[tokens[:, 0]] @ actor.engine.output
         return torch.log_softmax(logits, 1)[torch.arange(len(tokens)), tokens[:, 1]]
 
     table = read_table(run.store, commit_at(run, KEYS.rollout_prefix(before)))

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.stages.train.algorithms import losses
-from penstock.stages.train.algorithms.experience import TokenFields
 from penstock.stages.train.algorithms.losses import mismatch_correction, policy_loss
 from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
@@ -87,13 +85,6 @@ def test_reducer_scale_changes_only_the_policy_gradient() -> None:
     loss, after = policy_loss(logprobs, entropies, fields, samples, opts)
     torch.testing.assert_close(after["train/pg_loss"], before["train/pg_loss"] * scale)
     torch.testing.assert_close(loss, after["train/pg_loss"] - 0.1 * entropies)
-
-
-def test_correction_is_not_computed_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "mismatch_correction", None)  # a call would fail
-    logprobs = torch.zeros(1)
-    _, metrics = policy_loss(logprobs, logprobs, TokenFields(logprobs, logprobs), sums([1]), options())
-    assert not any(name.startswith("train/tis") for name in metrics)
 
 
 def test_user_defined_correction(tmp_path: Path) -> None:

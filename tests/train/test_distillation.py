@@ -21,7 +21,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.step import train_rollout
 from penstock.storage.errors import RunError
 from penstock.storage.samples.sample import TEACHER, Sample, to_table
-from tests.train.test_ppo_epochs import VOCABULARY, BigramEngine, process_group  # noqa: F401
+from tests.train.bigram_engine import VOCABULARY, BigramEngine, process_group  # noqa: F401 fixture
 
 KEPT = {"num_steps_per_rollout": 1, "max_tokens_per_gpu": 40}
 
@@ -39,18 +39,6 @@ class SumEngine(BigramEngine):
         bounds = packed.cu_seqlens.tolist()
         rows = self.table[packed.token_ids]
         return torch.cat([rows[a:b].cumsum(0) for a, b in pairwise(bounds)])
-
-    def forward_backward(
-        self, microbatches: list[PackedMicrobatch], loss_fn: Any, *, forward_only: bool = False, routing: Any = None
-    ) -> list[dict[str, Any]]:
-        self.table.grad, outputs = None, []
-        for packed in microbatches:
-            with torch.set_grad_enabled(not forward_only):
-                loss, output = loss_fn(self.hidden_of(packed), self.head, packed)
-            if loss is not None:
-                loss.backward()
-            outputs.append(output)
-        return outputs
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * float(self.table.detach()[0, 0])
@@ -202,12 +190,9 @@ def test_missing_prompts_of_the_teacher_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"opd_top_k": 4, "opd_divergence": None, "opd_teacher_load": "t"}, "--opd-top-k 4 has no effect"),
         ({"opd_jsd_beta": 0.3, "opd_teacher_load": "t"}, "--opd-jsd-beta 0.3 has no effect"),
-        ({"opd_teacher_url": "http://t"}, "which an engine does not return: add --opd-top-k"),
         ({"hinted": {}, "opd_teacher_load": "t"}, "needs one kind of teacher"),
         ({"opd_teacher_load": {"a/b": "a"}}, "use only letters, digits"),
-        ({}, "needs one kind of teacher"),
     ],
 )
 def test_contradictory_options_are_refused(options: dict[str, Any], message: str) -> None:

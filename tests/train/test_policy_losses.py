@@ -139,13 +139,11 @@ def policy_inputs(
 
 
 POLICY_LOSSES: list[Any] = [
-    *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus")),
     *({"advantage_estimator": name, "eps_clip": 0.1, "eps_clip_high": 0.4} for name in ("grpo", "gspo", "cispo")),
     *({"advantage_estimator": name, "eps_clip_c": 1.4} for name in ("grpo", "gspo")),
     *({"advantage_estimator": name, "opsm": {"opsm_delta": 0.05}} for name in ("grpo", "gspo", "cispo")),
     *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind, "use_unbiased_kl": True} for kind in KL_TYPES),
-    *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind} for kind in KL_TYPES),
-    {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "entropy_coef": 0.01},
+    {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01},
     {"use_rollout_logprobs": True, "opsm": {}, "eps_clip_c": 3.0, "entropy_coef": -0.2},
     *({"policy_loss": name, "opsm": {"opsm_delta": 0.05}} for name in registry.POLICY_LOSSES),
     {"policy_loss": "sapo", "sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0},
@@ -216,19 +214,11 @@ def test_without_old_logprobs_the_gradient_is_the_plain_policy_gradient(name: st
     assert not metrics["train/ppo_kl"].any() and not metrics["train/pg_clipfrac"].any()
 
 
-def test_mismatch_is_reported_with_rollout_logprobs_as_the_old_ones() -> None:
-    new, known, entropy = made_up(0)
-    known["old_logprobs"] = known["rollout_logprobs"]
-    metrics = policy_loss(*policy_inputs(new, known, entropy), options(use_rollout_logprobs=True))[1]
-    expected = [abs(n - r) for n, r in zip(new, known["rollout_logprobs"], strict=True)]
-    assert metrics["train/train_rollout_logprob_abs_diff"].tolist() == pytest.approx(expected)
-
-
 EVERYTHING = dict(opsm={}, use_tis=True, tis_mode="mask", tis_veto=1e-3, eps_clip_high=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gap", [50.0, 500.0, -50.0, -500.0])
+@pytest.mark.parametrize("gap", [500.0, -500.0])
 @pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -> None:
     for extra in ({}, EVERYTHING, {"use_tis": True, "tis_level": "sequence"}, {"eps_clip_c": 3.0}):
@@ -254,9 +244,7 @@ def test_a_probability_that_is_rounded_to_one_does_not_mask_its_token() -> None:
     assert metrics["train/pg_clipfrac"].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"eps_clip_c": 3.0}, {"opsm": {}}, EVERYTHING], ids=["one", "dual", "opsm", "all"]
-)
+@pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["plain", "all"])
 @pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_zero_advantages_give_zero_gradients(name: str, extra: dict[str, object]) -> None:
     new, known, entropy = made_up(0, spread=20.0)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from random_rollouts import samples
 
 from penstock.flows.config import derive
@@ -18,61 +15,11 @@ from penstock.flows.options.flags import parse_config
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.microbatches import count_sample_uses, order_steps, samples_of_steps
+from penstock.stages.train.microbatches import order_steps, samples_of_steps
 from penstock.stages.train.step import TrainedRound, train_rollout
 from penstock.storage.errors import RunError
 from penstock.storage.samples.sample import to_table
-
-VOCABULARY, LR = 60, 5.0
-
-
-class BigramEngine:
-    """The logits of the next token are the row of the current token in a table, which SGD trains."""
-
-    data_parallel_rank_and_size = (0, 1)
-    tensor_group = context_group = lora = peak_flops = None
-    device = torch.device("cpu")
-    shape = SimpleNamespace(train_flops=lambda tokens, *_, **__: float(tokens))
-
-    def __init__(self) -> None:
-        self.table = torch.zeros(VOCABULARY, VOCABULARY, requires_grad=True)
-        self.passes: list[tuple[bool, Any, list[PackedMicrobatch], list[torch.Tensor]]] = []
-
-    def pack_stream(self, packed: PackedMicrobatch) -> Any:
-        return SimpleNamespace(pack_slice=slice(0, len(packed.token_ids)))
-
-    def forward_backward(
-        self, microbatches: list[PackedMicrobatch], loss_fn: Any, *, forward_only: bool = False, routing: Any = None
-    ) -> list[dict[str, Any]]:
-        self.table.grad, outputs = None, []
-        olds = [packed.fields.old_logprobs for packed in microbatches if packed.fields is not None]
-        self.passes.append((forward_only, routing, microbatches, [old for old in olds if old is not None]))
-        for packed in microbatches:
-            with torch.set_grad_enabled(not forward_only):
-                loss, output = loss_fn(self.table[packed.token_ids], lambda hidden: hidden, packed)
-            if loss is not None:
-                loss.backward()
-            outputs.append(output)
-        return outputs
-
-    def optimizer_step(self) -> tuple[bool, float, list[float]]:
-        assert self.table.grad is not None
-        with torch.no_grad():
-            self.table -= LR * self.table.grad
-        return True, float(self.table.grad.norm()), [LR]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process, unless another test has made one."""
-    if dist.is_initialized():
-        yield
-        return
-    file = tmp_path_factory.mktemp("epochs") / "meet"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+from tests.train.bigram_engine import LR, VOCABULARY, BigramEngine, process_group  # noqa: F401 fixture
 
 BATCH = Batch.from_table(to_table(samples(3)), needs_rewards=True)
 
@@ -85,7 +32,7 @@ def trained(keep_tokens: bool = False, **options: Any) -> tuple[BigramEngine, Tr
 
 
 def updates(engine: BigramEngine) -> list[list[PackedMicrobatch]]:
-    return [microbatches for forward_only, _, microbatches, _ in engine.passes if not forward_only]
+    return [microbatches for forward_only, microbatches, _ in engine.passes if not forward_only]
 
 
 def test_each_epoch_trains_every_batch_once_in_its_own_order() -> None:
@@ -112,14 +59,6 @@ def test_uses_of_samples_are_those_of_a_naive_count(epochs: int) -> None:
     expected = [epochs if num_tokens else 0 for num_tokens in BATCH.num_trained_tokens]
     assert result.sample_uses.tolist() == expected and 0 in expected
     assert len(result.steps) == 4 * epochs
-
-
-def test_uses_count_only_the_steps_that_ran() -> None:
-    config = TrainConfig(num_steps_per_rollout=4)
-    first = count_sample_uses(BATCH, config, [0, 2, 2])
-    steps = BATCH.trajectory_index // 4
-    expected = np.select([steps == 0, steps == 2], [1, 2]) * (BATCH.num_trained_tokens > 0)
-    assert first.tolist() == expected.tolist()
 
 
 def test_the_second_epoch_continues_the_first_with_the_same_old_logprobs_and_advantages() -> None:
@@ -152,12 +91,8 @@ def only(step: int, probe: BigramEngine, before: torch.Tensor) -> tuple[bool, fl
     return True, 0.0, [LR]
 
 
-@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
-def test_logprobs_of_a_round_are_those_of_the_first_epoch(use_rollout_logprobs: bool) -> None:
-    once, twice = (
-        trained(True, ppo_epochs=epochs, use_rollout_logprobs=use_rollout_logprobs)[1].tokens["trainer_logprobs"]
-        for epochs in (1, 2)
-    )
+def test_logprobs_of_a_round_are_those_of_the_first_epoch() -> None:
+    once, twice = (trained(True, ppo_epochs=epochs)[1].tokens["trainer_logprobs"] for epochs in (1, 2))
     assert once is not None and twice is not None and torch.equal(once, twice)
 
 
@@ -166,7 +101,7 @@ def test_one_step_and_two_epochs_need_old_logprobs_that_the_second_epoch_keeps()
     config = TrainConfig(num_steps_per_rollout=1, ppo_epochs=2)
     result = train_rollout(Models(policy=engine), BATCH, config)  # type: ignore[arg-type]
     assert [forward_only for forward_only, *_ in engine.passes] == [True, False, False]
-    first, second = (olds for forward_only, _, _, olds in engine.passes if not forward_only)
+    first, second = (olds for forward_only, _, olds in engine.passes if not forward_only)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and first
     assert result.steps[0]["train/ppo_kl"] == pytest.approx(0, abs=1e-6) != result.steps[1]["train/ppo_kl"]
 

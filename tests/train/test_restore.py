@@ -132,18 +132,18 @@ def weights_of(version: int) -> list[str]:
     return ["base", *(f"r{r}" for r in range(version))]
 
 
-@pytest.mark.parametrize("version", range(5))
 @pytest.mark.parametrize(
     "held", [None, (3, False, "run"), (2, True, "other"), (0, True, "run"), (1, True, "run"), (4, True, "run")]
 )
-def test_restore_reaches_the_version_from_any_state(trained: Store, version: int, held: tuple | None) -> None:
-    group = ListTrainer(trained)
-    if held is not None:
-        group.hold(*held)
-        group.weights = weights_of(held[0]) if held[1] and held[2] == "run" else ["rubbish"]
-    restorer(trained, group).restore(version)
-    assert group.weights == weights_of(version)
-    assert group.held is not None and group.held.version == version and group.held.clean
+def test_restore_reaches_every_version_from_any_state(trained: Store, held: tuple | None) -> None:
+    for version in range(5):
+        group = ListTrainer(trained)
+        if held is not None:
+            group.hold(*held)
+            group.weights = weights_of(held[0]) if held[1] and held[2] == "run" else ["rubbish"]
+        restorer(trained, group).restore(version)
+        assert group.weights == weights_of(version)
+        assert group.held is not None and group.held.version == version and group.held.clean
 
 
 def test_restore_loads_the_newest_earlier_checkpoint_and_replays_only_the_rest(trained: Store) -> None:
@@ -167,12 +167,8 @@ def test_a_committed_round_is_not_trained_again(trained: Store) -> None:
     group = ListTrainer(trained)
     commit = restorer(trained, group).train_round(1)
     assert commit.state["digest"] == {"weights": "base+r0+r1"} and group.calls == []
+    assert commit.state["sample_uses"] == [[1, 4]]
     assert restorer(trained, group).save_checkpoint(2).policy_version == 2 and group.calls == []
-
-
-def test_the_commit_of_a_step_says_how_often_each_sample_was_trained(trained: Store) -> None:
-    step = trained.committed(KEYS.step_prefix(1))
-    assert step is not None and step.state["sample_uses"] == [[1, 4]]
 
 
 def test_an_uncommitted_step_of_an_actor_is_undone(trained: Store) -> None:
@@ -188,16 +184,6 @@ def test_replay_with_other_weights_and_equal_fingerprint_fails(trained: Store) -
     group.weights = ["rubbish"]
     with pytest.raises(ReplayError, match=r"000002 .* 1 of 1 tensors differ, first weights"):
         restorer(trained, group).restore(3)
-
-
-def test_replay_with_another_fingerprint_compares_metrics_within_tolerance(trained: Store) -> None:
-    group = ListTrainer(trained, {"cpu": "another", "bit_exact": True})
-    group.hold(2)
-    group.weights, group.gradient = ["slightly other"], 1.05
-    restorer(trained, group).restore(3)
-    group.gradient = 1.5
-    with pytest.raises(ReplayError, match="train/grad_norm"):
-        restorer(trained, group).restore(4)
 
 
 def test_a_critic_only_round_is_compared_by_the_metrics_of_the_critic(store: Store) -> None:

@@ -72,15 +72,8 @@ def address(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
         (tmp_path / "head").open("w") as log,
     ):
         words = [
-            *(
-                "--head",
-                "--block",
-                "--node-ip-address=127.0.0.1",
-                f"--port={port}",
-                f"--temp-dir={short}",
-                "--num-cpus=2",
-            ),
-            *("--include-dashboard=false", "--object-store-memory=100000000"),
+            *("--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={short}"),
+            *("--num-cpus=2", "--include-dashboard=false", "--object-store-memory=100000000"),
         ]
         ray = str(Path(sys.executable).with_name("ray"))
         head = subprocess.Popen([ray, "start", *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
