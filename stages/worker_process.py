@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import importlib
 import inspect
 import json
@@ -248,6 +249,7 @@ class _ParentConnection(Connection):
 
 def main() -> None:
     """Run the jobs that the parent process sends, until the parent exits."""
+    faulthandler.enable()  # a crash in C code then shows where it happened
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[4]):  # the parent has already ended

@@ -155,9 +155,7 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
         if owner != section:
             section = owner
             lines += ["", f"[{section}]"]
-            if flag := SWITCHES.get(section):
-                about = f"{flag} adds the section, and so does each of its options; --no-{flag[2:]} removes it."
-                lines += _wrap(f"{SECTIONS[section].__doc__} {about}", "  ")
+            lines += _wrap(about_section(section), "  ") if section in SWITCHES else []
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
         lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
     lines.append("")
@@ -170,6 +168,13 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
             lines += ["", f"OPTIONS OF {backend.title.upper()}, {where}", "", *_wrap(backend.help, "  "), ""]
         lines += _wrap(_REFERENCE)
     return "\n".join([*lines, *_wrap(_RESUME)])
+
+
+def about_section(section: str) -> str:
+    """Return the description of an optional section, and the flags that add and remove it."""
+    flag = SWITCHES[section]
+    about = f"{flag} adds the section, and so does each of its options; --no-{flag[2:]} removes it."
+    return f"{SECTIONS[section].__doc__} {about}"
 
 
 def flow_usage(command: str) -> str:

@@ -233,7 +233,7 @@ def _make_pack(shape: ModelShape) -> _Pack:
     patches = vision.num_image_tokens(grid) * vision.merge_size**2
     pixel_values = torch.arange(patches * vision.patch_dim).sin().view(patches, vision.patch_dim)
     positions = torch.from_numpy(vision.token_positions(NUM_TOKENS, [start], [grid]))
-    images = PackedImages(pixel_values, torch.tensor([grid]), torch.tensor([start]))
+    images = PackedImages(pixel_values, torch.tensor([grid]), torch.tensor([start]), torch.tensor([0]))
     return _Pack(token_ids, positions, cu_seqlens, NUM_TOKENS, images)
 
 

@@ -120,8 +120,8 @@ def test_demo_of_the_wheel_passes_in_a_new_environment(wheel: Path, environment:
     run("penstock", "verify", "demo-grpo-seed0", "--store", "penstock-demo/store")
 
 
-RAY_PROGRAM = """
-from storage import OWNER
+RAY_PROGRAM = f"""
+from {PACKAGES[-1]} import OWNER
 from penstock.engines.cluster import Cluster
 from penstock.storage.commit import is_run_name
 

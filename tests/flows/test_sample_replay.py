@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import time
@@ -123,15 +124,24 @@ def test_audit_accepts_only_the_groups_and_uses_that_the_options_give(tmp_path: 
 
 @pytest.mark.integration
 @pytest.mark.full
+@pytest.mark.parametrize("mode", ["one rank", "two ranks, streaming", "images"])
 def test_run_with_replayed_groups_survives_a_kill_and_replays_bit_for_bit(
-    prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
+    mode: str, prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     store, keys, faults = Store(str(tmp_path / "store")), RunKeys("r"), tmp_path / "faults"
     faults.mkdir()
-    words = f"""--hf-checkpoint {tiny_model} --prompt-data {make_tiny_data(tmp_path / "data")["train"]}
+    model, data, further = tiny_model, make_tiny_data(tmp_path / "data")["train"], []
+    if mode == "two ranks, streaming":
+        further = ["--actor-num-gpus-per-node", "2", "--async-mode", "streaming", "--max-staleness", "1"]
+    if mode == "images":
+        runpy.run_path(str(ROOT / "examples/shapes/data.py"))["main"](str(tmp_path / "shapes"))
+        model, data = tmp_path / "shapes/model", tmp_path / "shapes/train.jsonl"
+        further = ["--multimodal-keys", '{"image": "images"}']
+    words = f"""--hf-checkpoint {model} --prompt-data {data}
         --input-key prompt --label-key label --rm-type random --apply-chat-template --rollout-batch-size 4
         --n-samples-per-prompt 4 --rollout-max-response-len 8 --num-rollout 4 --num-steps-per-rollout 2
         --replay-share 0.5 --replay-max-staleness 2 --lr 1e-3 --trainer-threads 1 --check-logits false""".split()
+    words += further
     command = [sys.executable, "-m", "penstock", "train", "--run", "r", *words, "--store", store.root]
     environment = {"PYTHONPATH": str(ROOT), **prefect_api, VARIABLE: str(faults)}
     driver = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -145,11 +155,13 @@ def test_run_with_replayed_groups_survives_a_kill_and_replays_bit_for_bit(
     steps = [store.committed(keys.step_prefix(r)) for r in range(4)]
     replayed = [step.state["replayed"] if step else None for step in steps]
     assert [len(groups or ()) for groups in replayed] == [0, 2, 2, 2]
-    for r, groups in enumerate(replayed):
-        assert all(r - 2 <= index < r and runs == [[1, 4]] for index, _, runs in groups or ())
-    assert all(step and step.state["sample_uses"] == [[1, 16]] for step in steps)
+    assert all(r - 2 <= index < r for r, groups in enumerate(replayed) for index, *_ in groups or ())
     out = penstock("verify", "r", "--store", store.root, env=prefect_api).stdout
-    assert "samples were trained 88 times" in out and "no problems found" in out
+    assert "no problems found" in out
+    if mode != "images":  # there, a sample fails if the random model generates an image token
+        assert all(runs == [[1, 4]] for groups in replayed for *_, runs in groups or ())
+        assert all(step and step.state["sample_uses"] == [[1, 16]] for step in steps)
+        assert "samples were trained 88 times" in out
     assert (
         "4 of 4 rounds are equal bit for bit" in penstock("replay", "r", "--store", store.root, env=prefect_api).stdout
     )
