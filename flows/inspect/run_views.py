@@ -15,7 +15,7 @@ from rich.text import Text
 from penstock.flows.config import RunConfig
 from penstock.flows.options.argv import parse_number, parse_run_argument, penstock_command, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
+from penstock.flows.options.paths import find_nearby_stores, names_no_store
 from penstock.flows.runtime.runs import (
     keys_of_existing_run,
     num_planned_rounds,

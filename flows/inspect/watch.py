@@ -20,7 +20,7 @@ from penstock.flows.inspect.report import read_token_texts
 from penstock.flows.inspect.run_views import row_of_run
 from penstock.flows.options.argv import parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
+from penstock.flows.options.paths import find_nearby_stores, names_no_store
 from penstock.flows.runtime.runs import (
     num_planned_rounds,
     open_named_store,

@@ -30,8 +30,7 @@ from penstock.flows.config import (
 )
 from penstock.flows.options.argv import check_run_name, flag_of_field
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
-from penstock.flows.options.paths import with_relative_paths
+from penstock.flows.options.paths import names_no_store, stores_with_run, with_relative_paths
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.stages.plugins import DEFAULT_NAMES, hash_source

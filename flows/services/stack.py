@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
 from penstock.flows.options.argv import parse_integer, short_repr
 from penstock.flows.options.flags import describe_unknown_flag, split_flags
-from penstock.flows.options.nearby_stores import find_nearby_stores
+from penstock.flows.options.paths import find_nearby_stores
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.runtime.prefect_api import (

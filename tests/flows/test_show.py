@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from penstock.flows.inspect.run_views import Curve, curve_rows, link_of_start
-from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
+from penstock.flows.options.paths import find_nearby_stores, names_no_store
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.store import Store

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from penstock.stages.plugins import DEFAULT_NAMES, describe_path, load_checked_function, with_function_name
 from penstock.stages.train.algorithm_config import PLUGINS, AlgorithmConfig
+from penstock.stages.train.algorithms.advantages import call_on_every_rank
 from penstock.stages.train.algorithms.experience import Estimate, Experience
-from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
 from penstock.stages.train.batching import Batch
 from penstock.storage.errors import PluginError, check_rules
 
