@@ -247,7 +247,8 @@ class PolicyTurns:
             may = self.schedule.may_use(pool, version)
             if may == "never":
                 raise RuntimeError(
-                    f"version {version} is not in the engines any more: a stream has loaded version {pool.version}"
+                    f"policy version {version} is no longer in the engines, because the stream of rollouts "
+                    f"(--async-mode streaming) has loaded version {pool.version}"
                 )
             if may == "join":
                 pool.num_users += 1

@@ -243,7 +243,9 @@ def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
             raise size_mismatch_error(str(path), record.bytes, size)
         xxh3 = hash_file(path)
         if xxh3 != record.xxh3:
-            raise StoreError(f"{path} has hash {xxh3}, but was committed with {record.xxh3}: restore it from a backup")
+            raise StoreError(
+                f"{path} has hash {xxh3}, but was committed with hash {record.xxh3}: restore it from a backup"
+            )
 
     map_in_threads(verify, files, _NUM_READERS)
 

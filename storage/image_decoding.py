@@ -98,7 +98,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         image.info["transparency"] = tuple(value >> 8 for value in key)
     if image.mode in (*_HIGH_BYTE, "I", "F"):
         values = np.asarray(image)
-        # PPM and TIFF files have 16-bit values in mode I
+        # Pillow decodes the 16-bit values of PPM and TIFF files to mode I, which has 32 bits
         if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
             kind = "floating-point" if image.mode == "F" else "32-bit"
             raise DataError(f"the image has {kind} pixels: save it with 8 bits per channel")

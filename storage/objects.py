@@ -253,8 +253,8 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
         if number == _NUM_DOWNLOADS:
             (path, record, _), xxh3 = wrong[0]
             raise StoreError(
-                f"{path} has hash {xxh3} (downloaded {number} times), but was committed with {record.xxh3}: restore it "
-                "from a backup"
+                f"{path} has hash {xxh3} after {number} downloads, but was committed with hash {record.xxh3}: "
+                "restore it from a backup"
             )
         pending = [job for job, _ in wrong]
 

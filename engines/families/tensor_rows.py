@@ -146,7 +146,7 @@ class TensorLayout:
         if len({tensor.dtype for tensor in tensors}) > 1:
             dtypes = ", ".join(f"{hf_name} {tensor.dtype}" for hf_name, tensor in zip(hf_names, tensors))
             raise ModelError(
-                f"{name} is joined from tensors of different dtypes ({dtypes}): save the checkpoint in one dtype"
+                f"the tensors for {name} have different dtypes ({dtypes}): save the checkpoint in one dtype"
             )
         return op.join(name, tensors)
 

@@ -91,11 +91,12 @@ class EnginePool:
         """Make all engines serve the weights of policy version `version`, also after restarts inside the block. Yield a
         function that returns the addresses of the engines that currently serve this version.
 
-        Only one thread can be inside such a block; a second caller waits. `publish` sends the weights to engines. It is
-        called on entry from the caller's thread, and inside the block from threads of the pool, one call at a time.
+        Only one thread at a time can be inside such a block; a second caller waits. `publish` sends the weights to
+        engines. The caller's thread calls it on entry, and threads of the pool call it inside the block, one call at a
+        time.
 
-        On entry and by the yielded function, ClusterLost is raised if the local Ray died, and RuntimeError with the
-        tail of the log if an engine died after `health.max_restarts` restarts, or could not start.
+        Both the entry and the yielded function raise ClusterLost if the local Ray died. They raise RuntimeError, with
+        the tail of the log, if an engine could not start, or died after `health.max_restarts` restarts.
         """
         with self._lock:
             supervisor = Supervisor(self.replicas, version, publish, self.health, self.listener, self._check)

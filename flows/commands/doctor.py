@@ -106,8 +106,9 @@ def parse_targets(argv: list[str]) -> Targets:
     other = [*positional, *(name for name, _ in split_flags(rest) if name not in STORE_FLAGS)]
     if other:
         raise OptionError(
-            f"penstock doctor without --plan takes {', '.join((*STORE_FLAGS, *TARGETS))}; found {short_repr(other[0])}"
-            ": leave it out, or add --plan to estimate the GPU memory of a run with these options"
+            f"penstock doctor without --plan accepts only {', '.join((*STORE_FLAGS, *TARGETS))}, but "
+            f"{short_repr(other[0])} was given: leave it out, or add --plan to estimate the GPU memory of a run with "
+            "these options"
         )
     store = parse_store_options(rest, "doctor") if rest else None
     return Targets(store, own.get("--ray-address"), own.get("--mlflow-tracking-uri"))

@@ -310,8 +310,8 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
 
 
 def crash_flow_run(flow_run_id: UUID, message: str, *, also_flow_run: bool = True) -> int:
-    """Mark the task runs of a flow run that have no final state as crashed and, with `also_flow_run`, the flow run
-    itself. Return how many were marked: 0 if the Prefect server does not have the flow run."""
+    """Mark as crashed all task runs of a flow run that have no final state and, with `also_flow_run`, the flow run
+    itself. Return how many runs were marked: 0 if the Prefect server does not have the flow run."""
     with get_client(sync_client=True) as client:
         try:
             found = client.read_flow_run(flow_run_id)

@@ -23,7 +23,8 @@ class ConvertConfig(StageConfig):
     else from --hf-checkpoint."""
 
     model_family_path: str | None = option(None, mutability="schedule")
-    """FILE.py or module with a user-defined model family (config.json entries, tensor names). Its code is executed."""
+    """FILE.py or module that defines a model family: its entries of config.json and its tensor names. Its code is
+    executed."""
 
     export_dtype: ExportDtype | None = option(None, mutability="schedule")
     """Dtype of exported weights; default: dtype of the checkpoint. fp8: e4m3, one scale per 128 x 128 block."""

@@ -241,7 +241,7 @@ class _TensorUnpickler(pickle.Unpickler):
             dtype = getattr(torch, name.removesuffix("Storage").lower(), None)
             if isinstance(dtype, torch.dtype):
                 return dtype
-        raise pickle.UnpicklingError(f"the pickle of a plain tensor does not contain {module}.{name}")
+        raise pickle.UnpicklingError(f"the pickle names {module}.{name}, which a plain tensor does not need")
 
     def persistent_load(self, pid: Any) -> tuple[str, torch.dtype]:
         _, dtype, key, _, _ = pid

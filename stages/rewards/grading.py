@@ -44,8 +44,9 @@ GRACE_PERIOD = 1.0  # seconds after the time limit during which the grading proc
 
 
 class Grader(AbstractContextManager["Grader", None]):
-    """Grades samples. Grading processes start when first needed, up to `num_workers` per reward (rows may name
-    additional rewards), and run until `close`. A Grader is a context manager. Raises RewardError."""
+    """Grades samples. Grading processes start when they are first needed, at most `num_workers` for each reward, and
+    run until `close`. A row of the data may name another reward than the run's. A Grader is a context manager. The
+    constructor raises RewardError if the built-in reward is unknown, or if a flag that it needs is missing."""
 
     def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
         if settings.rm_type is not None and settings.custom_rm_path is None:

@@ -87,7 +87,8 @@ class PromptConfig(StageConfig):
     """Visit the rows in a new random order every epoch."""
 
     rollout_seed: int = option(42, ge=0, lt=2**32)
-    """Seed of --rollout-shuffle, and the sampling seed of each prompt's first sample with --rollout-sampling-seeds."""
+    """Seed of --rollout-shuffle. With --rollout-sampling-seeds it is also the sampling seed of the first sample of each
+    prompt."""
 
     rollout_max_prompt_len: int | None = option(None, ge=1)
     """Maximum number of tokens of a prompt; longer prompts are skipped and counted in rollout/num_skipped_prompts.
@@ -239,9 +240,9 @@ class RolloutConfig(GenerationConfig):
     groups of further prompts."""
 
     over_sampling_batch_size: int | None = option(None, ge=1)
-    """Prompts per sampling batch; a batch is requested whenever fewer groups are kept or in flight than the rollout
-    needs. Default: --rollout-batch-size. Once --rollout-batch-size groups are kept, groups in flight are aborted and
-    returned to the data source."""
+    """Number of prompts in a sampling batch. The rollout requests another batch whenever fewer groups are kept or in
+    flight than it needs. Once --rollout-batch-size groups are kept, the groups that are still in flight are aborted and
+    returned to the data source. Default: --rollout-batch-size."""
 
     max_waves: int = option(100, mutability="placement", ge=1)
     """Maximum number of sampling batches (--over-sampling-batch-size) per rollout. If the dynamic sampling filter keeps

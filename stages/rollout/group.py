@@ -61,7 +61,8 @@ class Generator(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Abort the requests in flight; calls in progress return at once, their unfinished samples `aborted`."""
+        """Abort the requests in flight. Calls in progress return at once and set the status of their unfinished samples
+        to aborted."""
         ...
 
 

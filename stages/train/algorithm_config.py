@@ -94,8 +94,9 @@ class DistillationConfig(StageConfig):
     hinted: HintedPolicyConfig | None = option(None, aliases=("opd-self",))
 
     opd_teacher_load: Teachers = option(default_factory=dict)
-    """Teacher in the trainer: a Hugging Face checkpoint of the policy's architecture and sizes. Several teachers:
-    name=directory pairs; --opd-teacher-key is the column of the prompts that names the teacher of each prompt."""
+    """Teacher in the trainer: a Hugging Face checkpoint with the architecture and sizes of the policy. For several
+    teachers, give name=directory pairs: the column --opd-teacher-key of the prompts then names the teacher of each
+    prompt."""
 
     engine: TeacherEngineConfig | None = option(None, aliases=("opd-engine",))
 

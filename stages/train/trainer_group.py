@@ -438,7 +438,7 @@ def check_store_is_shared(store: Store, exists: Callable[[str], Sequence[bool]],
         probe.unlink()
     if missing:
         raise OptionError(
-            f"--store {store.root} is a directory that {len(missing)} of {len(set(nodes))} nodes do not see (Ray's "
-            f"node {missing[0]}): a run on several nodes needs an object store, or a file system that all nodes mount "
-            "at this path"
+            f"--store {store.root} is a directory that is not shared with {len(missing)} of {len(set(nodes))} nodes "
+            f"(for instance Ray's node {missing[0]}): a run on several nodes needs an object store, or a file system "
+            "that all nodes mount at this path"
         )

@@ -89,8 +89,8 @@ class _RunAudit:
         self.result.problems.append(str(problem).partition("\n")[0])
 
     def read_records(self) -> RunRecord | None:
-        """Return run.json, or None if it is damaged or missing, which is a problem. Damaged records of the run's starts
-        and schedule changes are problems, too."""
+        """Return run.json, or None if it is damaged or missing. Report this as a problem, and also every damaged record
+        of the run's starts and schedule changes."""
         store, keys = self.store, self.keys
         for read in (read_starts, read_schedule_changes):
             try:

@@ -124,7 +124,7 @@ class _Parser(TokenReader):
         ):
             return ("+", whole, factor) if whole is node else ("-", ("+", whole, factor))
         if _is_matrix(factor) and _is_matrix(node) and (node[0] == "^") + (factor[0] == "^"):
-            raise ExpressionError("a product with an inverse matrix does not commute")
+            raise ExpressionError("a matrix product with an inverse is not commutative")
         return ("*", node, factor)
 
     def parse_sign(self) -> Node:

@@ -112,9 +112,9 @@ def check_rendered_rows(
         if max_seq_len is not None and total > max_seq_len and not is_skipped:
             raise OptionError(
                 f"--rollout-max-response-len {config.rollout_max_response_len} and the prompt of {len(token_ids)} "
-                f"tokens in {path} row {number} exceed the model's maximum sequence length of {max_seq_len} tokens: "
-                f"reduce --rollout-max-response-len, or give --rollout-max-context-len {max_seq_len} (long prompts "
-                "then get shorter responses)"
+                f"tokens in {path} row {number} are together longer than the model's maximum sequence length of "
+                f"{max_seq_len} tokens: reduce --rollout-max-response-len, or give --rollout-max-context-len "
+                f"{max_seq_len} (long prompts then get shorter responses)"
             )
 
 

@@ -179,7 +179,7 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
 
 
 def parse_canonical_row(row: bytes) -> PromptRow:
-    """Return the values of a row in canonical JSON."""
+    """Parse a row that was converted to canonical JSON."""
     return PromptRow(*json.loads(row))
 
 

@@ -284,8 +284,8 @@ def runs_url(experiment_id: str) -> str:
 
 
 def store_view(client: MlflowClient, experiment_id: str, metrics: Iterable[str]) -> None:
-    """Store the view of an experiment's list of runs: columns for reward, evaluations, speed and rounds. `metrics` are
-    names of points of `overview_points`; each evaluation among them gets a column if the view has none for it yet."""
+    """Store the view of an experiment's list of runs, with columns for reward, evaluations, speed and rounds. `metrics`
+    are names of metrics that `overview_points` returns; each evaluation among them that has no column yet gets one."""
     tag = client.get_experiment(experiment_id).tags.get(VIEW_TAG)
     shown = json.loads(json.loads(tag)["state"])["selectedColumns"] if tag else []
     names = [f"{SECTION}/{_REWARD}", f"{SECTION}/{_SPEED}", *(name for name in metrics if "/2 " in name)]
