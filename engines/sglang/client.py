@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import math
 import random
 import threading
 import time
@@ -449,7 +450,7 @@ def parse_generation(
             raise RuntimeError(str(error)) from None  # not a ValueError, which callers understand as a bad prompt
     return Generation(
         token_ids=token_ids,
-        logprobs=[float(pair[0]) for pair in pairs],
+        logprobs=[math.nan if pair[0] is None else float(pair[0]) for pair in pairs],  # JSON has no NaN: null
         finish_reason=reason,
         weight_versions=[
             (str(span["version"]), span["end"] - span["start"]) for span in spans if span["end"] > span["start"]

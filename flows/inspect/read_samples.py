@@ -347,7 +347,7 @@ def load_round(store: Store, keys: RunKeys, rollout_id: int) -> StoredRound:
 
 def texts_of(stored: StoredRound, result: Recomputed, index: int) -> dict[str, str]:
     """Return the values of STEPS for sample `index`: name -> text."""
-    from penstock.stages.train.algorithms.estimators import trajectory_rewards  # imports torch, like recompute.py
+    from penstock.stages.train.algorithms.advantages import trajectory_rewards  # imports torch, like recompute.py
 
     experience, trajectories = result.experience, stored.batch.trajectory_index
     mine = experience.sample_index == index

@@ -167,6 +167,12 @@ class GroupRunner:
 
     async def _call_generator(self, group: Group) -> Group:
         group = await self.generator(group)
+        for sample in group:
+            if not np.isfinite(sample.rollout_logprobs).all():
+                sample.fail(
+                    "the engine returned a log-prob that is not a finite number: its logits overflowed, so check the "
+                    "weights, or generate with another dtype or attention backend"
+                )
         if self.images is not None:
             await asyncio.to_thread(self.images.fail_unusable, group)
         return group

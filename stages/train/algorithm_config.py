@@ -457,9 +457,9 @@ class AlgorithmConfig(StageConfig):
 
     def _loss_rules(self) -> Iterator[tuple[object, str]]:
         """Yield the rules about the loss and the weights of its tokens."""
-        for field in sorted({name for loss in POLICY_LOSSES.values() for name in loss.options}):
+        for field in sorted({name for names in POLICY_LOSSES.values() for name in names}):
             flag, value = f"--{field.replace('_', '-')}", getattr(self, field)
-            reads_it = self.loss_type != "policy_loss" or field in POLICY_LOSSES[self.policy_loss_name].options
+            reads_it = self.loss_type != "policy_loss" or field in POLICY_LOSSES[self.policy_loss_name]
             yield (
                 not reads_it and value != AlgorithmConfig.model_fields[field].default,
                 f"{flag} {value} has no effect with --policy-loss {self.policy_loss_name}: omit {flag}",

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engines.training import OutputHead, Routing, TrainEngine
-from penstock.stages.plugins import load_function
 from penstock.stages.train.algorithms.advantages import estimate_advantages
 from penstock.stages.train.algorithms.divergences import (
+    DIVERGENCE_TERMS,
     Teacher,
     TeacherHidden,
     TeacherTopK,
@@ -35,7 +35,6 @@ from penstock.stages.train.algorithms.experience import Estimate, Experience, To
 from penstock.stages.train.algorithms.logprobs import LMHead, in_chunks, logits_logprobs, token_logprobs
 from penstock.stages.train.algorithms.losses import LOSSES, value_loss
 from penstock.stages.train.algorithms.postprocess import postprocess_rollout
-from penstock.stages.train.algorithms.registry import DIVERGENCES
 from penstock.stages.train.batching import Batch, PackedMicrobatch, train_flops
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
@@ -366,7 +365,7 @@ def policy_logprobs(
             group=group,
             entropy_gradient=entropy_gradient,
         )
-    divergence = partial(load_function(DIVERGENCES[config.opd.opd_divergence]), beta=config.opd.opd_jsd_beta)
+    divergence = partial(DIVERGENCE_TERMS[config.opd.opd_divergence], beta=config.opd.opd_jsd_beta)
 
     def compute_chunk(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         logits = head(hidden)

@@ -2,7 +2,9 @@
 something fails."""
 
 import asyncio
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
+from penstock.engines.generation import Generation
 from penstock.flows.commands.demo_model import make_tokenizer
 from penstock.stages.rollout.collect import run_blocking
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
@@ -119,6 +122,21 @@ def test_refused_prompt_fails_only_its_group(bench: Bench) -> None:
     assert all(sample.reward is None and not any(sample.loss_mask) for sample in failures)
     assert "too long" in failures[0].metadata["error"]
     assert commit.summary["rollout/error_cat/refused_by_the_engine"] == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_sample_with_a_log_prob_that_is_not_finite_fails_alone(bench: Bench, value: float) -> None:
+    class Overflowing(ScriptedClient):
+        answers = 0
+
+        def answer(self, input_ids: list[int], index: int) -> Generation:
+            self.answers += 1
+            generation = super().answer(input_ids, index)
+            return replace(generation, logprobs=[-0.5, value]) if self.answers == 1 else generation
+
+    samples = bench.trained(bench.round(0, client=Overflowing))
+    [failed] = [sample for sample in samples if sample.status is Status.FAILED]
+    assert "not a finite number" in failed.metadata["error"] and not any(failed.loss_mask)
 
 
 def test_when_everything_fails_nothing_is_committed(plugin_bench: Any) -> None:

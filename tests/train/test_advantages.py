@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from penstock.stages.train.algorithm_config import AlgorithmConfig
-from penstock.stages.train.algorithms.advantages import estimate_advantages, whiten
-from penstock.stages.train.algorithms.estimators import discounted_cumsum
+from penstock.stages.train.algorithms.advantages import discounted_cumsum, estimate_advantages, whiten
 from penstock.stages.train.algorithms.experience import Experience
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.storage.errors import RunError

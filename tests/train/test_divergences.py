@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.stages.plugins import load_function
-from penstock.stages.train.algorithms.divergences import TeacherHidden, TeacherTopK, top_k, vocabulary_divergence
-from penstock.stages.train.algorithms.registry import DIVERGENCES
+from penstock.stages.train.algorithms.divergences import (
+    DIVERGENCE_TERMS,
+    TeacherHidden,
+    TeacherTopK,
+    top_k,
+    vocabulary_divergence,
+)
 
 V, TEMPERATURE = 12, 0.7
-NAMES = list(DIVERGENCES)
+NAMES = list(DIVERGENCE_TERMS)
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -51,7 +55,7 @@ def full(teacher: Tensor) -> TeacherHidden:
 
 
 def divergence(name: str, of: Tensor, teacher: Any, beta: float = 0.5, group: Any = None) -> Tensor:
-    row = partial(load_function(DIVERGENCES[name]), beta=beta)
+    row = partial(DIVERGENCE_TERMS[name], beta=beta)
     return vocabulary_divergence(of, torch.arange(len(of)), teacher, row, TEMPERATURE, group)
 
 

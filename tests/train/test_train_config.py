@@ -10,9 +10,11 @@ from pydantic import ValidationError
 from penstock.engines.lora import LoraOptions
 from penstock.flows.config import derive, validate_config
 from penstock.flows.options.flags import parse_config, update_config_from_argv
-from penstock.stages.plugins import load_function
 from penstock.stages.train.algorithm_config import PLUGINS
-from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
+from penstock.stages.train.algorithms.advantages import ESTIMATES
+from penstock.stages.train.algorithms.divergences import DIVERGENCE_TERMS
+from penstock.stages.train.algorithms.losses import TOKEN_LOSSES
+from penstock.stages.train.algorithms.registry import DIVERGENCES, ESTIMATORS, POLICY_LOSSES
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import OptionError
 
@@ -99,13 +101,11 @@ def test_sizes_and_dtype_follow_from_other_options() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimator_and_policy_loss_are_separate_choices(name: str) -> None:
-    """The names gspo and cispo are presets of both; every registered function exists."""
+    """The names gspo and cispo are presets of both."""
     extra = {"normalize_advantages": True} | (GDPO if name == "gdpo" else {})
     preset = TrainConfig(**extra | {"advantage_estimator": name})
     assert preset.policy_loss_name == (name if name in ("gspo", "cispo") else "ppo_clip")
-    load_function(ESTIMATORS[name].function)
-    for loss, row in POLICY_LOSSES.items():
-        load_function(row.function)
+    for loss in POLICY_LOSSES:
         if name not in ("gspo", "cispo"):
             chosen = TrainConfig(**extra | {"advantage_estimator": name, "policy_loss": loss})
             assert (chosen.advantage_estimator, chosen.policy_loss_name) == (name, loss)
@@ -129,3 +129,8 @@ def test_config_with_adapters_survives_its_record() -> None:
     config = TrainConfig(lora=LoraOptions(lora_rank=8, lora_target_modules=["attention"]))
     assert TrainConfig(**config.model_dump()) == config
     assert config.lora is not None and (config.lora.alpha, config.lora.scale) == (8, 1)
+
+
+def test_every_name_has_a_function() -> None:
+    assert (ESTIMATORS.keys(), POLICY_LOSSES.keys()) == (ESTIMATES.keys(), TOKEN_LOSSES.keys())
+    assert DIVERGENCE_TERMS.keys() == set(DIVERGENCES)

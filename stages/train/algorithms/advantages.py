@@ -1,7 +1,16 @@
 """Compute the advantages of a whole rollout: KL penalty, estimator, distillation, whitening, in this order.
 
-The estimators are in `estimators.py`, and registered in `registry.py`. `step.py` computes the log-probs and values that
-they need.
+`step.py` computes the log-probs and values that the estimators need; `registry.py` has their properties. Some of them
+compare the samples of a prompt (GRPO, Dr. GRPO, RLOO, MaxRL, GDPO, REINFORCE++-baseline), others discount returns
+(REINFORCE++ and, with a critic, PPO).
+
+A group is the samples of one prompt; groups may have different sizes, and the samples may be in any order. A sample
+without a reward (NaN) is excluded from its group and gets the advantage 0. Samples of a group of one, or with equal
+rewards, get exactly 0: the lowest reward of the group is subtracted before the mean, because the mean of eight rewards
+of 0.9 is not exactly 0.9 in floating point, and dividing by a std of 1e-16 would blow up.
+
+The time steps of returns are the trained tokens of a sample. Tokens from tools and environments are not time steps:
+they add no discount and get no reward.
 """
 
 from __future__ import annotations
@@ -22,10 +31,11 @@ from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.losses import kl_estimate
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.reuse import cosine
-from penstock.storage.errors import PluginError, check_rules
+from penstock.storage.errors import PluginError, RunError, check_rules
 
 T = TypeVar("T")
 VARIANCE_EPSILON = 1e-8
+STD_EPSILON = 1e-6  # also added to the mean that MaxRL divides by
 ADVICE = (
     "make it depend on its arguments alone, and not on random numbers, the time, or the files and variables of one "
     "process"
@@ -49,7 +59,7 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
             policy = experience.policy_logprobs(config.use_rollout_logprobs)
             kl = kl_estimate(policy.double(), experience.ref_logprobs.double(), config.kl_loss_type)
             kl_penalty, metrics = config.kl_coef * kl, {"rollout/kl": kl}
-        estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
+        estimator = ESTIMATES[config.advantage_estimator]
         estimate = estimator(experience, kl_penalty, config)
         estimate = replace(estimate, metrics=estimate.metrics | metrics)
     if config.opd is not None and not config.distills_vocabulary:
@@ -136,7 +146,7 @@ def _advantages_from_rewards(
     zeros, groups = torch.zeros(len(trained), dtype=torch.float64), torch.from_numpy(group_index)
     one_token_each = Experience(torch.from_numpy(trained), torch.from_numpy(rewards), groups, rollout_logprobs=zeros)
     one_token_each.trajectory_index = torch.from_numpy(trajectory_index)
-    estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
+    estimator = ESTIMATES[config.advantage_estimator]
     advantages = estimator(one_token_each, zeros, config).advantages
     if config.normalize_advantages:
         lengths = torch.from_numpy(num_tokens[trained])
@@ -204,3 +214,194 @@ def call_on_every_rank(call: Callable[[], T], tensors_of: Callable[[T], Iterable
             problem = f"fails on rank {failed[0]} of the trainer ({reason}), but not on all {len(outcomes)} ranks"
         raise PluginError(f"{name} {problem}: {ADVICE}") from failure
     return result
+
+
+# ---- from comparisons of a prompt's samples --------------------------------------------------------------------------
+
+
+def grpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample, standardized within the group (GRPO, arXiv 2402.03300), or only
+    centered with --disable-grpo-std-normalization (Dr. GRPO, arXiv 2503.20783)."""
+    normalize = center if config.disable_grpo_std_normalization else standardize
+    return Estimate(_normalized_rewards(normalize, experience, config))
+
+
+def rloo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample minus the mean reward of the group's other samples (RLOO, arXiv
+    2402.14740)."""
+    return Estimate(_normalized_rewards(leave_one_out, experience, config))
+
+
+def maxrl(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample minus the mean of the group, divided by this mean (MaxRL, arXiv
+    2602.02710)."""
+    return Estimate(_normalized_rewards(divide_by_mean, experience, config))
+
+
+def gdpo(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the weighted sum of the reward components of its sample, each standardized within the group;
+    the sums are then whitened over all samples with a reward (GDPO, arXiv 2601.05242, Eq. 4, 7 and 6)."""
+    normalize = center if config.disable_grpo_std_normalization else standardize
+    sums = torch.zeros_like(experience.rewards, dtype=torch.float64)
+    for name, weight in sorted(config.gdpo_reward_weights.items()):
+        sums += weight * _normalized(normalize, experience.reward_components[name], experience, config)
+    graded = ~experience.rewards.isnan()
+    sums[graded] = whiten(sums[graded])
+    return Estimate(sums[experience.sample_index])
+
+
+def reinforce_plus_plus_baseline(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the reward of its sample minus the mean of the group, minus the KL penalty of the token
+    (REINFORCE++-baseline, arXiv 2501.03262)."""
+    return Estimate(_normalized_rewards(center, experience, config) - kl_penalty)
+
+
+def _normalized_rewards(
+    normalize: Callable[[Tensor, Tensor], Tensor], experience: Experience, config: AlgorithmConfig
+) -> Tensor:  # [N] float64
+    """Return for each token the reward of its sample, normalized within the group unless that is disabled."""
+    rewards = experience.rewards.double()
+    if experience.normalize_rewards and not config.disable_rewards_normalization:
+        rewards = _normalized(normalize, rewards, experience, config)
+    return rewards[experience.sample_index]
+
+
+def _normalized(
+    normalize: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, experience: Experience, config: AlgorithmConfig
+) -> Tensor:  # [B] float64 -> [B] float64
+    """Return the rewards, normalized within the group: over its samples, or with --baseline-over-trajectories over its
+    trajectories, whose reward is the mean of their graded samples."""
+    if not config.baseline_over_trajectories:
+        return normalize(rewards, experience.group_index)
+    assert experience.trajectory_index is not None, "--baseline-over-trajectories needs the trajectory of each sample"
+    trajectory, result = experience.trajectory_index, torch.zeros_like(rewards)
+    means, first = trajectory_rewards(rewards, trajectory)
+    result[trajectory[first]] = normalize(means[first], experience.group_index[first])
+    return torch.where(rewards.isnan(), 0.0, result[trajectory])
+
+
+def trajectory_rewards(rewards: Tensor, trajectory_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each sample [B] the mean reward of the graded samples of its trajectory (NaN for a sample without a
+    reward), and the number of the first graded sample of each trajectory that has one."""
+    graded = np.flatnonzero(~rewards.isnan().numpy())
+    first = graded[np.unique(trajectory_index.numpy()[graded], return_index=True)[1]]
+    return rewards - _deviations(rewards, trajectory_index)[0], torch.from_numpy(first)  # exact if rewards are equal
+
+
+def center(
+    rewards: Tensor,  # [B] float64; NaN = not graded
+    group_index: Tensor,  # [B] prompt of each sample, 0 .. num_groups-1, in any order
+) -> Tensor:  # [B] float64
+    """Return each reward minus the mean of its group, or 0 for a sample without a reward."""
+    return _deviations(rewards, group_index)[0]
+
+
+def standardize(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
+    """Return (r - mean of the group) / (unbiased standard deviation of the group + 1e-6)."""
+    deviations, counts = _deviations(rewards, group_index)
+    variance = _sum_over_group(deviations.square(), group_index) / (counts - 1).clamp(min=1)
+    return deviations / (variance.sqrt() + STD_EPSILON)
+
+
+def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
+    """Return each reward minus the mean of the group's other samples, which is n / (n - 1) x (reward - group mean)."""
+    deviations, counts = _deviations(rewards, group_index)
+    return deviations * counts / (counts - 1).clamp(min=1)
+
+
+def divide_by_mean(rewards: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B] float64
+    """Return (r - mean of the group) / (mean of the group + 1e-6). Raises RunError if a reward is negative, so the mean
+    may be close to 0 or negative."""
+    if (rewards < 0).any():
+        raise RunError(
+            f"a sample has the reward {rewards[rewards < 0][0]:g}, but --advantage-estimator maxrl divides by the mean "
+            "reward of a prompt's samples: start a new run with a reward of 0 or more, or with another estimator"
+        )
+    deviations, counts = _deviations(rewards, group_index)
+    means = _sum_over_group(rewards.double().nan_to_num(), group_index) / counts.clamp(min=1)
+    return deviations / (means + STD_EPSILON)
+
+
+def _deviations(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each sample [B] its reward minus the mean of its group (0 without a reward), and the number of samples
+    with a reward in its group."""
+    rewards = rewards.double()
+    graded = ~rewards.isnan()
+    num_groups = int(group_index.max()) + 1 if len(group_index) else 0
+    lowest = rewards.new_full((num_groups,), torch.inf)
+    lowest.scatter_reduce_(0, group_index, torch.where(graded, rewards, torch.inf), "amin")
+    above = torch.where(graded, rewards - lowest[group_index], 0.0)
+    counts = _sum_over_group(graded.double(), group_index)
+    means = _sum_over_group(above, group_index) / counts.clamp(min=1)
+    return torch.where(graded, above - means, 0.0), counts
+
+
+def _sum_over_group(values: Tensor, group_index: Tensor) -> Tensor:  # [B], [B] -> [B]
+    """Return, for each sample, the sum of `values` over its group."""
+    num_groups = int(group_index.max()) + 1 if len(group_index) else 0
+    return values.new_zeros(num_groups).index_add_(0, group_index, values)[group_index]
+
+
+# ---- from discounted returns -----------------------------------------------------------------------------------------
+
+
+def reinforce_plus_plus(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Assign to each token the discounted sum of the rewards of this and all later tokens of its sample (REINFORCE++,
+    arXiv 2501.03262)."""
+    rewards = token_rewards(experience, kl_penalty)
+    return Estimate(discounted_cumsum(rewards, experience.sample_index, config.gamma))
+
+
+def gae(experience: Experience, kl_penalty: Tensor, config: AlgorithmConfig) -> Estimate:
+    """Compute generalized advantage estimates (arXiv 1506.02438): delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after
+    the end, A_t = sum of (gamma lambda)^k delta_{t+k}, returns A_t + V_t."""
+    assert experience.values is not None, "ppo needs the critic's values"
+    values, index = experience.values.double(), experience.sample_index
+    next_values = torch.zeros_like(values)  # 0 for the last token of a sample
+    next_values[:-1] = torch.where(index[1:] == index[:-1], values[1:], 0.0)
+    delta = token_rewards(experience, kl_penalty) + config.gamma * next_values - values
+    advantages = discounted_cumsum(delta, index, config.gamma * config.lambd)
+    returns = advantages + values
+    return Estimate(advantages, returns, {"rollout/returns": returns, "rollout/values": values})
+
+
+def token_rewards(experience: Experience, kl_penalty: Tensor) -> Tensor:  # [N] float64
+    """Return the reward of each token: the sample's reward for its last trained token, 0 for the others, minus the KL
+    penalty of the token."""
+    index = experience.sample_index
+    last = torch.ones_like(index, dtype=torch.bool)
+    last[:-1] = index[1:] != index[:-1]
+    return torch.where(last, experience.rewards.double()[index], 0.0) - kl_penalty
+
+
+def discounted_cumsum(
+    values: Tensor,  # [N]
+    sample_index: Tensor,  # [N] ascending
+    decay: float,
+) -> Tensor:  # [N]
+    """Return the sum over k >= 0 of decay^k * values[t + k] within the sample of t.
+
+    Uses doubling: after i passes each entry is the discounted sum over 2^i tokens, and the next pass adds decay^(2^i)
+    times the entry 2^i tokens later. A sample of 32k tokens takes 15 passes over [N] instead of a loop with 32k steps.
+    """
+    sums, reach = values, 1
+    longest = int(torch.bincount(sample_index).max()) if len(sample_index) else 0
+    while reach < longest:
+        same_sample = sample_index[reach:] == sample_index[:-reach]
+        further = torch.where(same_sample, sums[reach:], 0.0) * decay**reach
+        sums = torch.cat([sums[:-reach] + further, sums[-reach:]])
+        reach *= 2
+    return sums
+
+
+ESTIMATES = {  # --advantage-estimator -> function (experience, kl_penalty [N], config) -> Estimate
+    "grpo": grpo,
+    "gspo": grpo,
+    "cispo": grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "ppo": gae,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.engines.training import OutputHead
 from penstock.stages.train.algorithms.logprobs import scale_logits
 
-# log p and log q of the outcomes [t, outcomes] -> Terms: a row of registry.DIVERGENCES, to which beta is bound
+# log p and log q of the outcomes [t, outcomes] -> Terms: a row of DIVERGENCE_TERMS, to which beta is bound
 Divergence = Callable[[Tensor, Tensor], "Terms"]
 SMALLEST_TAIL = 1e-7  # of a teacher whose k probabilities, rounded to float32, may sum to 1; the bound of SDPO's code
 
@@ -52,6 +52,9 @@ def jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Terms:
     log_m = torch.logaddexp(math.log(beta) + log_q, math.log1p(-beta) + log_p)
     of_p = (1 - beta) * p * (log_p - log_m)
     return Terms(beta * q * (log_q - log_m) + of_p, of_p)
+
+
+DIVERGENCE_TERMS = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd}  # --opd-divergence
 
 
 # ---- teachers --------------------------------------------------------------------------------------------------------

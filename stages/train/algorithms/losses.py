@@ -17,7 +17,6 @@ from torch import Tensor
 from penstock.stages.plugins import DEFAULT_NAMES, load_function
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
-from penstock.stages.train.algorithms.registry import POLICY_LOSSES
 from penstock.storage.errors import PluginError
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -45,7 +44,7 @@ def policy_loss(
     trainer_logprobs = logprobs.detach() if use_engine or fields.old_logprobs is None else fields.old_logprobs
     old_logprobs = fields.rollout_logprobs if use_engine else trainer_logprobs
 
-    token_loss = load_function(POLICY_LOSSES[config.policy_loss_name].function)
+    token_loss = TOKEN_LOSSES[config.policy_loss_name]
     pg_loss, log_ratio, clipped = token_loss(logprobs, old_logprobs, fields.advantages, samples, config)
 
     weights, mask, metrics = importance_weights(logprobs, old_logprobs, trainer_logprobs, fields, samples, config)
@@ -79,7 +78,7 @@ def policy_loss(
     }
 
 
-# ---- policy-gradient losses (--policy-loss): a row each in registry.POLICY_LOSSES ------------------------------------
+# ---- policy-gradient losses: a row each in TOKEN_LOSSES, and one with its options in registry.POLICY_LOSSES ----------
 
 
 class TokenLoss(NamedTuple):
@@ -195,6 +194,16 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
+
+TOKEN_LOSSES = {  # --policy-loss -> (log-probs [n], old log-probs [n], advantages [n], samples, config) -> TokenLoss
+    "ppo_clip": ppo_clip_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "gmpo": gmpo_loss,
+    "dppo_tv": dppo_tv_loss,
+    "dppo_kl": dppo_kl_loss,
+}
 
 # ---- importance weights and masks ------------------------------------------------------------------------------------
 
