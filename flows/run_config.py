@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from penstock.flows.policy_schedule import PolicyLimits
 from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import check_rules
@@ -216,17 +215,6 @@ class RunOptions(StageConfig):
         """Return the largest staleness of a token: how many versions older than the policy that is trained on the token
         the policy may be that generated it."""
         return self.max_staleness if self.streams else self.async_buffer_size + self.update_weights_interval - 1
-
-    @property
-    def policy_limits(self) -> PolicyLimits:
-        """Return the limits for the use of the policy by training and rollouts. `evaluates_apart` is not set here."""
-        lead = self.max_staleness if self.streams else self.async_buffer_size
-        return PolicyLimits(
-            lead=self.num_rollout if self.debug_rollout_only else lead,
-            bound=self.staleness_limit,
-            interval=self.update_weights_interval,
-            streams=self.streams,
-        )
 
 
 class RunConfig(TrackerOptions, RunOptions):

@@ -72,7 +72,7 @@ class WeightSender:
         if self._rank == 0:
             failpoint("publish-before")
         weights = iter(named)
-        stream = weights if transport.adapter else quantize_weights(weights, transport.fp8_weights)
+        stream = quantize_weights(weights, transport.fp8_weights) if transport.fp8_weights else weights
         try:
             if transport.kind == "tensor":
                 self._update_through_shared_memory(urls, stream, version, transport)

@@ -21,7 +21,7 @@ from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 from penstock.engines.weights.transfer import add_upload, update_and_check
 from penstock.flows.options.adapters import adapter_of_version
-from penstock.flows.policy_schedule import EngineUse, PolicySchedule, PolicyTurns
+from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.processes import Processes
 from penstock.stages.eval.scores import compute_eval_metrics
@@ -48,8 +48,16 @@ class PolicyEngines:
     """
 
     def __init__(self, processes: Processes, on_published: OnPublished) -> None:
-        limits = processes.run.config.run.policy_limits
-        self.turns = PolicyTurns(PolicySchedule(replace(limits, evaluates_apart=processes.evaluates_apart)))
+        run = processes.run.config.run
+        lead = run.max_staleness if run.streams else run.async_buffer_size
+        limits = PolicyLimits(
+            lead=run.num_rollout if run.debug_rollout_only else lead,
+            bound=run.staleness_limit,
+            interval=run.update_weights_interval,
+            streams=run.streams,
+            evaluates_apart=processes.evaluates_apart,
+        )
+        self.turns = PolicyTurns(PolicySchedule(limits))
         self.processes = processes
         self.publisher = PolicyPublisher(processes, on_published)
         self._urls: dict[EngineUse, Urls] = {}  # of the pools that are used
