@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.engines.backends import check_capabilities, engine_backend, engine_flag
 from penstock.engines.families import read_shape
+from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
@@ -56,7 +57,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.data_rounds import load_rollout_file
 from penstock.stages.rollout.plugins.rollout_function import check_rollout_functions
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
-from penstock.stages.rollout.prompts.prompt_files import read_column_names
+from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_column_names
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer, check_vocabulary
 from penstock.stages.torch_files import fill_template
 from penstock.storage.champions import model_prefix
@@ -382,6 +383,9 @@ def check_data(flow: Flow, config: Plan, shape: ModelShape) -> tuple[PromptToken
     graded = [*([config.rollout_with_args] if flow.has_rollouts else []), *evaluated]
     for rollout in graded:
         check_reward_options(rollout)
+    named = [("--eval-prompt-data", path) for _, path in config.eval.data_sets]
+    for flag, entry in [*(("--prompt-data", entry) for entry in config.rollout.prompt_data), *named]:
+        check_not_hub_id(flag, parse_slice(entry)[0])
     length_error = find_length_error(flow, config, shape)  # raised last, so that it does not hide an error in the data
     max_seq_len = None if length_error else config.engine_facts.context_length or shape.max_position_embeddings
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=max_seq_len)

@@ -211,6 +211,8 @@ def _files_of_data_set(fs: Any, path: str) -> list[str]:
                 f"is a directory that save_to_disk did not write: name its files with a pattern, such as "
                 f"{path}/*.parquet"
             )
+        elif not fs.exists(path):
+            problem = "does not exist: correct the path, or create the file"
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise DataError(
             f"{path}: state.json or dataset_dict.json is damaged ({error!r}): save the data again"
