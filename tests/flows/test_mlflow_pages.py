@@ -14,7 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from chromium import Page, browser, installed_browser
-from test_mlflow_lineage import promote_first, store  # noqa: F401
+from test_mlflow_lineage import promote_first, store, template  # noqa: F401
 
 from penstock.flows.inspect.track import main as track
 from penstock.flows.runtime.child_process import choose_port
