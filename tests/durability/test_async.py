@@ -17,6 +17,7 @@ from penstock.storage.history.run_record import read_starts
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
 SHORT = 4  # rounds
+FULL = pytest.mark.full
 SYNCHRONOUS = ("convert-writing", "eval-generating", "checkpoint-saving", "export-writing")
 
 
@@ -40,10 +41,11 @@ def check_overlap(pipeline: Pipeline, mode: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "schedule"),
     [
-        ("streaming", [("train-mid-step", "tree"), ("publish-in-flight", "trainer")]),
-        pytest.param("ahead", [("train-mid-step", "tree")], marks=pytest.mark.full),
+        ("ahead", [("train-mid-step", "tree")]),
+        ("streaming", [("publish-in-flight", "trainer")]),
+        pytest.param("streaming", [("train-mid-step", "tree"), ("publish-in-flight", "trainer")], marks=FULL),
     ],
-    ids=["streaming", "ahead"],
+    ids=["ahead", "streaming", "streaming, two kills"],
 )
 def test_killed_asynchronous_run_trains_each_sample_once(
     world: World, mode: str, schedule: list[tuple[str, str]]
@@ -52,11 +54,12 @@ def test_killed_asynchronous_run_trains_each_sample_once(
     pipeline = async_pipeline(world, mode, SHORT)
     kills = kill_at(pipeline, schedule)
     assert all(kill["num_killed"] for kill in kills)
-    assert pipeline.num_starts == 2, "a killed trainer is replaced in the run"
+    num_starts = 1 + sum(target == "tree" for _, target in schedule)
+    assert pipeline.num_starts == num_starts, "a killed trainer is replaced in the run"
     results = verdict(pipeline, mode)
     assert results["replayed_rounds"] == SHORT and results["num_samples"] == SHORT * 8 * 4
     check_overlap(pipeline, mode)
-    check_prefect_pages(world)
+    check_prefect_pages(world, num_starts)
     check_costs(world, pipeline)
 
 
@@ -87,15 +90,17 @@ def _step(pipeline: Pipeline, rollout_id: int) -> Commit:
     return commit
 
 
-def check_prefect_pages(world: World) -> None:
+def check_prefect_pages(world: World, num_starts: int) -> None:
     """Check that no flow run or task run is left as running, that final states say what was done, and that the arrows
     connect all stages of a start."""
     flow_runs = world.ask_prefect("flow_runs", sort="START_TIME_ASC")
-    [killed, last] = [run for run in flow_runs if run["name"] != "replay" and "replay-" not in run["name"]]
-    assert killed["state_name"] == "Crashed" and last["id"] in killed["state"]["message"], killed["state"]
+    *killed, last = [run for run in flow_runs if run["name"] != "replay" and "replay-" not in run["name"]]
+    assert len(killed) == num_starts - 1
+    for run in killed:
+        assert run["state_name"] == "Crashed" and last["id"] in run["state"]["message"], run["state"]
     assert last["state_type"] == "COMPLETED" and f"to {SHORT - 1}" in last["state"]["message"], last["state"]
     assert last["state_name"] == "Completed" and ", reward " in last["name"]
-    for run in (killed, last):
+    for run in (*killed, last):
         tasks = world.ask_prefect("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
         assert {task["state_type"] for task in tasks} <= {"COMPLETED", "CRASHED", "FAILED"}
         silent = [task["name"] for task in tasks if task["state_type"] == "COMPLETED" and not task["state"]["message"]]
