@@ -483,8 +483,8 @@ def test_flow_run_that_is_killed_alone_and_with_its_worker_is_run_again(
     assert len([*list_leaves(parameters)]) == 18, "what was given, not all options"
     notice_silence_soon(up)
     fire(client, "train/killed")
-    kill_flow_run_at("rollout-after-upload", up)
-    kill_flow_run_at("eval-generating", up, with_worker=True)
+    kill_flow_run_at("rollout-after-upload", up, with_worker=True)
+    kill_flow_run_at("eval-generating", up)
     until(lambda: states_of(client, "train/killed")[2:] == ["Completed"], up.log)
 
     runs = flow_runs_of(client, "train/killed")
@@ -492,6 +492,7 @@ def test_flow_run_that_is_killed_alone_and_with_its_worker_is_run_again(
     assert re.fullmatch(r"k #3, reward [\d.]+", runs[2].name)
     tags = [[tag for tag in run.tags if tag.startswith("retry:")] for run in runs]
     assert tags == [[], ["retry:1/3"], ["retry:2/3"]]
+    assert "no heartbeat" in runs[0].state.message
     assert "next start resumes after 2 rounds" in runs[1].state.message
     [page] = [a for a in client.read_artifacts() if a.key == "run-k" and str(a.flow_run_id) == str(runs[2].id)]
     assert page.description.startswith("retry 2 of 3, round 2, reward ")
