@@ -247,7 +247,7 @@ class PolicyTurns:
             may = self.schedule.may_use(pool, version)
             if may == "never":
                 raise RuntimeError(
-                    f"policy version {version} is no longer in the engines, because the stream of rollouts "
+                    f"policy version {version} is not in the engines, because the stream of rollouts "
                     f"(--async-mode streaming) has loaded version {pool.version}"
                 )
             if may == "join":

@@ -161,7 +161,7 @@ class RunOptions(StageConfig):
         check_rules(
             (
                 given not in (None, "", part),
-                f"--save {values['save']} means --{name} {part}, which contradicts --{name} {given}: omit one of them",
+                f"--save {values['save']} means --{name} {part}, but --{name} {given} was given: omit one of them",
             )
             for name, given, part in (("store", given_store, store or "/"), ("run", values.get("run"), run))
         )

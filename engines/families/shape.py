@@ -188,9 +188,9 @@ class Vision(_Component):
 
 
 def image_starts(token_ids: np.ndarray, image_token_id: int, num_tokens: Sequence[int]) -> list[int]:
-    """Return the index of each image's first token in a sequence. `num_tokens` has the number of
-    tokens of each image. Raises DataError if the sequence has more or fewer image tokens than that, or if the tokens of
-    an image are not consecutive."""
+    """Return the index of each image's first token in a sequence. `num_tokens` has the number of tokens of
+    each image. Raises DataError if the sequence has more or fewer image tokens than that, or if the tokens of an image
+    are not consecutive."""
     tokens, firsts = np.flatnonzero(token_ids == image_token_id), np.cumsum([0, *num_tokens])
     if len(tokens) == firsts[-1]:
         starts = tokens[firsts[:-1]].tolist()

@@ -165,7 +165,8 @@ def place_images(
     """Return the images of a micro-batch for one of `tensor` sequence-parallel ranks, which share the rows of
     `stream`."""
     grids, size, device = images.grid_thw.tolist(), len(stream.token_ids) // tensor, stream.token_ids.device
-    features = torch.arange(sum(counts := [vision.num_image_tokens(grid) for grid in grids])).split(counts)
+    counts = [vision.num_image_tokens(grid) for grid in grids]
+    features = torch.arange(sum(counts)).split(counts)  # the tower's output rows of each image
     places = list(zip(images.starts.tolist(), images.image_index.tolist(), strict=True))
     tokens = torch.cat([torch.arange(start, start + counts[image]) for start, image in places])  # ascending
     first = stream.first_token + tensor_rank * size

@@ -314,13 +314,13 @@ class WeightUpdate:
         `accepted`; any other refusal raises EngineRefused."""
         try:
             answer = control.call_server(url, path, body, CALL_TIMEOUT)
-            problem = f"the weight update failed: {url}{path} answered {answer.get('message')!r}"
-            refusal = None if answer.get("success", True) else EngineRefused(problem)
+            if not answer.get("success", True):
+                raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
         except EngineRefused as error:
-            refusal = error
-        if refusal is not None and (accepted is None or accepted not in str(refusal)):
-            raise refusal
-        return refusal is None
+            if accepted is None or accepted not in str(error):
+                raise
+            return False
+        return True
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
         """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""

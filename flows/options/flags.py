@@ -80,9 +80,15 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
             apply_flag(values, name, args, options_set)
     engine = values.get("rollout", {}).get("engine", DEFAULT)
     passed_on = [name for name, _ in occurrences if name.startswith(engine_prefixes()) and name not in penstock_flags()]
-    programs = [(name, name.removeprefix("--").partition("-")[0]) for name in passed_on]
-    problem = "{0} is an option of --engine {1}, but --engine is {2}: omit {0}, or give --engine {1}"
-    check_rules((other not in ("router", engine), problem.format(name, other, engine)) for name, other in programs)
+    rules = (
+        (
+            (program := name.removeprefix("--").partition("-")[0]) not in ("router", engine),
+            f"{name} is an option of --engine {program}, but --engine is {engine}: omit {name}, or give --engine "
+            f"{program}",
+        )
+        for name in passed_on
+    )
+    check_rules(rules)
     apply_custom_config(values)
     return values
 

@@ -93,8 +93,11 @@ class SourceHash:
     """A work item: hash one weight file of the source."""
 
     path: Path
-    name: str
     num_bytes: int = 0  # progress counts written bytes only
+
+    @property
+    def name(self) -> str:
+        return f"hash-{self.path.name}"
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) ->
         last_file = max(files[weights.locations[rows.name].path] for piece in unit.slices for rows in piece.rows)
         order.append((last_file, 1, unit))
     if with_hashes:
-        order += [(index, 0, SourceHash(path, f"hash-{path.name}")) for path, index in files.items()]
+        order += [(index, 0, SourceHash(path)) for path, index in files.items()]
     return [item for _, _, item in sorted(order, key=lambda entry: entry[:2])]
 
 

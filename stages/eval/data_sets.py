@@ -92,12 +92,10 @@ def read_eval_file(path: str) -> EvalFile:
         values = parse_yaml(text) if is_yaml else tomllib.loads(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # includes TOMLDecodeError and UnicodeDecodeError
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        problem = f"is not {'YAML' if is_yaml else 'TOML'} ({reason}): correct it"
+        raise OptionError(f"this file is not {'YAML' if is_yaml else 'TOML'} ({reason}): correct it") from None
     except OSError as error:
-        problem = f"cannot be read ({error.strerror}): give a TOML file with [[datasets]]"
-    else:
-        return parse_eval_file(_structure_of_toml(values) if is_yaml else values)
-    raise OptionError(f"this file {problem}")
+        raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
+    return parse_eval_file(_structure_of_toml(values) if is_yaml else values)
 
 
 def _structure_of_toml(values: Any) -> dict[str, Any]:

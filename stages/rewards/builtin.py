@@ -382,22 +382,25 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
     deadline = time.monotonic() + 0.95 * args.reward_timeout
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     for attempt in itertools.count(1):
-        failure = problem = ""
         limit = aiohttp.ClientTimeout(total=min(REQUEST_TIMEOUT, deadline - time.monotonic()))
         try:
             async with _session.post(args.rm_url, json=body, timeout=limit) as response:
                 if response.status < 400:
                     return await response.json(content_type=None)
-                failure = f"status {response.status}"
                 if response.status < 500 and response.status not in _TRANSIENT_STATUS:
-                    problem = f"rejected the request with {failure}: {(await response.text())[:200]}"
+                    text = (await response.text())[:200]
+                    raise RuntimeError(
+                        f"--rm-url {redact(args.rm_url)} rejected the request with status {response.status}: {text}"
+                    )
+                failure = f"status {response.status}"
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             failure = f"{type(error).__name__} {error}".strip()
         except ValueError as error:
-            problem = f"answered with invalid JSON: {error}"
+            raise RuntimeError(f"--rm-url {redact(args.rm_url)} answered with invalid JSON: {error}") from error
         backoff = random.uniform(0.5, 1.0) * min(2.0 ** (attempt - 1), MAX_BACKOFF)
-        if not problem and (attempt == MAX_ATTEMPTS or time.monotonic() + backoff >= deadline):
-            problem = f"failed {attempt} times, last with {failure}: check the reward server, or raise --reward-timeout"
-        if problem:
-            raise RuntimeError(f"--rm-url {redact(args.rm_url)} {problem}")
+        if attempt == MAX_ATTEMPTS or time.monotonic() + backoff >= deadline:
+            raise RuntimeError(
+                f"--rm-url {redact(args.rm_url)} failed {attempt} times, last with {failure}: check the reward server, "
+                "or raise --reward-timeout"
+            )
         await asyncio.sleep(backoff)

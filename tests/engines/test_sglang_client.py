@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_parse_generation_reads_version_spans_and_rejects_disagreeing_tokens() -
     generation = parse_generation(answer([4, 5], weight_versions=spans))
     assert generation.weight_versions == [("run/2", 1), ("run/3", 1)]
     assert parse_generation(answer([])).logprobs == []
-    assert parse_generation(answer([4], output_token_logprobs=[[None, 4, None]])).logprobs[0] != 0  # NaN, as null
+    assert math.isnan(parse_generation(answer([4], output_token_logprobs=[[None, 4, None]])).logprobs[0])
     with pytest.raises(AssertionError, match="disagree"):
         parse_generation({**answer([4, 5]), "output_ids": [4, 6]})
 

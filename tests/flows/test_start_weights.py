@@ -72,7 +72,7 @@ def test_save_names_store_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_save_that_contradicts_store_or_run_is_refused() -> None:
     for words in (["--run", "other"], ["--store", "elsewhere"]):
-        with pytest.raises(OptionError, match=f"--save out/r means .* contradicts {words[0]} .*{words[1]}"):
+        with pytest.raises(OptionError, match=f"--save out/r means .* but {words[0]} .*{words[1]}"):
             config("--save", "out/r", *words)
 
 

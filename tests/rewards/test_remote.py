@@ -51,8 +51,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         response = body["response"]
         failures = self.server.failures.get(response, [])
-        if response == "slow":
-            time.sleep(0.6)
+        deadline = time.monotonic() + 2
+        while response == "slow" and self.server.max_active < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # until another request is there
         status = failures.pop(0) if failures else 200
         answers = {"dict": {"score": 0.5, "length": 3}, "text": "good", "list": [1]}
         content = b"not JSON" if response == "garbage" else json.dumps(answers.get(response, len(response))).encode()
