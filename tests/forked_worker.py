@@ -48,8 +48,11 @@ def _run(words: list[str], pipe: int, env: Mapping[str, str]) -> None:
         os.closerange(3, pipe)
         os.closerange(pipe + 1, 65536)
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
-        os.environ.clear()
-        os.environ.update(env)
+        # Only what differs: rewriting the whole environment has corrupted the heap of xdist's workers, whose process
+        # title (setproctitle) lies in the memory of the environment.
+        for name in os.environ.keys() - env.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in env.items() if os.environ.get(name) != value})
         sys.argv = words
         worker_process.main()
         code = 0

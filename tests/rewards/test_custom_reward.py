@@ -18,7 +18,7 @@ from penstock.stages.rewards.outcome import Outcome, parse_reward, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 from penstock.storage.samples.sample import Sample
-from tests.forked_worker import forked_workers  # noqa: F401 fixture
+from tests.forked_worker import forked_workers, fresh_workers  # noqa: F401 fixtures
 from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
@@ -136,6 +136,7 @@ def test_group_reward_without_one_value_per_sample_fails_the_group(file: Path, n
             assert str(outcome.error).startswith(f"the reward function returned {category}")
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_value_that_is_not_a_number_fails_its_sample(file: Path) -> None:
     with make_grader(custom_rm_path=f"{file}:odd_values") as grader:
         graded = outcomes(grader, group("fine", "hostile", "lambda", "text", "inf"))
